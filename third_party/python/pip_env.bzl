@@ -1,0 +1,96 @@
+"""pip_env: the wheels of a hash-pinned lock file as a repository.
+
+Every package NAME of the lock file becomes a py_library //:NAME with its dependencies.
+C++ files in a wheel are offered by the packages listed in cc_packages: BUILD file
+//third_party/x:x.BUILD for wheel folder y makes the package //y, in which the folder y
+of the installed wheel is found as "site".
+"""
+
+load(":pip.bzl", "host_python_executable", "run_pip")
+
+_BUILD_HEAD = """\
+load("@rules_python//python:defs.bzl", "py_library")
+
+package(default_visibility = ["//visibility:public"])
+
+exports_files(glob(["site/bin/*"], allow_empty = True))
+"""
+
+# Tests that wheels bring along are left out, and names that Bazel does not allow.
+_BUILD_PACKAGE = """
+py_library(
+    name = "{name}",
+    srcs = glob({sources}, exclude = {excluded}, allow_empty = True),
+    data = glob({files}, exclude = ["**/*.py"] + {excluded}, allow_empty = True),
+    imports = ["site"],
+    deps = {deps},
+)
+"""
+_EXCLUDED = ["**/tests/**", "**/* *"]
+
+def _package_build(name, package):
+    modules, folders = package["modules"], package["folders"]
+    return _BUILD_PACKAGE.format(
+        name = name,
+        sources = ["site/%s/**/*.py" % f for f in folders] + ["site/" + m for m in modules if m.endswith(".py")],
+        files = ["site/%s/**" % f for f in folders] + ["site/" + m for m in modules],
+        excluded = _EXCLUDED,
+        deps = [":" + dep for dep in package["deps"]],
+    )
+
+def _pip_env_impl(rctx):
+    executable = host_python_executable(rctx)
+    helper = rctx.path(Label("//third_party/python:describe_packages.py"))
+    rctx.watch(helper)
+    run_pip(rctx, "install", rctx.attr.requirements, [
+        "--no-compile",
+        "--root-user-action=ignore",
+        "--target",
+        "site",
+    ])
+
+    # Compiled once, here: each sandboxed test would otherwise compile JAX anew.
+    # A hash instead of a time stamp, as Bazel does not keep times.
+    rctx.execute(
+        [executable, "-m", "compileall", "-q", "-j0", "--invalidation-mode=unchecked-hash", "site"],
+        timeout = 600,
+    )
+    run = rctx.execute([executable, "-I", helper, "site"])
+    if run.return_code != 0:
+        fail("cannot describe the packages of %s:\n%s" % (rctx.attr.requirements, run.stderr))
+    packages = json.decode(run.stdout)
+    rctx.file("BUILD.bazel", _BUILD_HEAD + "".join([
+        _package_build(name, package)
+        for name, package in packages.items()
+    ]))
+    for build_file, folder in rctx.attr.cc_packages.items():
+        rctx.symlink("site/" + folder, folder + "/site")
+        rctx.symlink(rctx.path(build_file), folder + "/BUILD.bazel")
+
+_pip_env_repository = repository_rule(
+    implementation = _pip_env_impl,
+    attrs = {
+        "cc_packages": attr.label_keyed_string_dict(),
+        "requirements": attr.label(mandatory = True),
+    },
+)
+
+def _extension_impl(mctx):
+    for module in mctx.modules:
+        for tag in module.tags.install:
+            _pip_env_repository(
+                name = tag.name,
+                cc_packages = tag.cc_packages,
+                requirements = tag.requirements,
+            )
+
+pip_env = module_extension(
+    implementation = _extension_impl,
+    tag_classes = {
+        "install": tag_class(attrs = {
+            "cc_packages": attr.label_keyed_string_dict(doc = "BUILD file -> folder of a wheel"),
+            "name": attr.string(mandatory = True),
+            "requirements": attr.label(mandatory = True),
+        }),
+    },
+)
