@@ -3,7 +3,7 @@
 Every package NAME of the lock file becomes a py_library //:NAME with its dependencies.
 C++ files in a wheel are offered by the packages listed in cc_packages: BUILD file
 //third_party/x:x.BUILD for wheel folder y makes the package //y, in which the folder y
-of the installed wheel is found as "site".
+of the installed wheel is found as "files".
 """
 
 load(":pip.bzl", "host_python_executable", "run_pip")
@@ -13,8 +13,11 @@ load("@rules_python//python:defs.bzl", "py_library")
 
 package(default_visibility = ["//visibility:public"])
 
-exports_files(glob(["site/bin/*"], allow_empty = True))
+exports_files(glob(["site-packages/bin/*"], allow_empty = True))
 """
+
+# Hypothesis and other tools tell by this name what is not the project's own code.
+_SITE = "site-packages"
 
 # Tests that wheels bring along are left out, and names that Bazel does not allow.
 _BUILD_PACKAGE = """
@@ -22,7 +25,7 @@ py_library(
     name = "{name}",
     srcs = glob({sources}, exclude = {excluded}, allow_empty = True),
     data = glob({files}, exclude = ["**/*.py"] + {excluded}, allow_empty = True),
-    imports = ["site"],
+    imports = ["{site}"],
     deps = {deps},
 )
 """
@@ -32,8 +35,11 @@ def _package_build(name, package):
     modules, folders = package["modules"], package["folders"]
     return _BUILD_PACKAGE.format(
         name = name,
-        sources = ["site/%s/**/*.py" % f for f in folders] + ["site/" + m for m in modules if m.endswith(".py")],
-        files = ["site/%s/**" % f for f in folders] + ["site/" + m for m in modules],
+        site = _SITE,
+        sources = ["%s/%s/**/*.py" % (_SITE, f) for f in folders] +
+                  ["%s/%s" % (_SITE, m) for m in modules if m.endswith(".py")],
+        files = ["%s/%s/**" % (_SITE, f) for f in folders] +
+                ["%s/%s" % (_SITE, m) for m in modules],
         excluded = _EXCLUDED,
         deps = [":" + dep for dep in package["deps"]],
     )
@@ -46,16 +52,16 @@ def _pip_env_impl(rctx):
         "--no-compile",
         "--root-user-action=ignore",
         "--target",
-        "site",
+        _SITE,
     ])
 
     # Compiled once, here: each sandboxed test would otherwise compile JAX anew.
     # A hash instead of a time stamp, as Bazel does not keep times.
     rctx.execute(
-        [executable, "-m", "compileall", "-q", "-j0", "--invalidation-mode=unchecked-hash", "site"],
+        [executable, "-m", "compileall", "-q", "-j0", "--invalidation-mode=unchecked-hash", _SITE],
         timeout = 600,
     )
-    run = rctx.execute([executable, "-I", helper, "site"])
+    run = rctx.execute([executable, "-I", helper, _SITE])
     if run.return_code != 0:
         fail("cannot describe the packages of %s:\n%s" % (rctx.attr.requirements, run.stderr))
     packages = json.decode(run.stdout)
@@ -64,7 +70,7 @@ def _pip_env_impl(rctx):
         for name, package in packages.items()
     ]))
     for build_file, folder in rctx.attr.cc_packages.items():
-        rctx.symlink("site/" + folder, folder + "/site")
+        rctx.symlink(_SITE + "/" + folder, folder + "/files")
         rctx.symlink(rctx.path(build_file), folder + "/BUILD.bazel")
 
 _pip_env_repository = repository_rule(
