@@ -1,0 +1,249 @@
+// The segment sums of an update on the host.
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#include "phoenix/xrex/cuda/async_emb/src/async_emb_kernel_host.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/async_emb_kernel_host_common.hpp"
+
+namespace xrex::async_emb::host_kernels {
+namespace {
+
+// Tokens between the one that is added and the one that is asked for.
+constexpr std::int64_t kTokensAhead = 16;
+
+// Values of a row whose squares are added at once.
+constexpr std::int64_t kTreeBlock = 16;
+
+// The kernel's scratch: floats first, both are 4 bytes.
+struct SumScratch {
+  float* levels;        // [kMaxLevels, width]
+  float* run;           // [width]
+  float* squares;       // [width]
+  std::int32_t* order;  // [num_tokens] tokens by segment, stable
+  std::int32_t* ends;   // [num_unique + 1] end of each segment in `order`
+};
+constexpr std::int64_t kScratchRows = RunLevels::kMaxLevels + 2;
+
+SumScratch CutScratch(const SegmentSumArgs& args, std::byte* scratch) {
+  SumScratch parts;
+  parts.levels = reinterpret_cast<float*>(scratch);
+  parts.run = parts.levels + RunLevels::kMaxLevels * args.width;
+  parts.squares = parts.run + args.width;
+  parts.order = reinterpret_cast<std::int32_t*>(parts.squares + args.width);
+  parts.ends = parts.order + args.num_tokens;
+  return parts;
+}
+
+// A stable counting sort. Tokens of no segment go to one more bucket at the
+// end, which nothing reads.
+void SortTokens(const SegmentSumArgs& args, const SumScratch& scratch) {
+  const auto num_unique = static_cast<std::uint32_t>(args.num_unique);
+  const auto bucket = [&](std::int64_t t) {
+    return std::min(static_cast<std::uint32_t>(args.segments[t]), num_unique);
+  };
+  std::int32_t* cursors = scratch.ends;
+  std::fill_n(cursors, args.num_unique + 1, 0);
+  for (std::int64_t t = 0; t < args.num_tokens; ++t) ++cursors[bucket(t)];
+  std::int32_t begin = 0;
+  for (std::int64_t u = 0; u <= args.num_unique; ++u) {
+    const std::int32_t count = cursors[u];
+    cursors[u] = begin;
+    begin += count;
+  }
+  for (std::int64_t t = 0; t < args.num_tokens; ++t) {
+    scratch.order[cursors[bucket(t)]++] = static_cast<std::int32_t>(t);
+  }
+}
+
+// Adds kVectors * kLanes columns of the rows of `count` tokens, left to right.
+template <int kLanes, int kVectors>
+ASYNC_EMB_INLINE void SumColumns(const Bf16Bits* columns, std::int64_t width,
+                                 const std::int32_t* tokens, std::int64_t count,
+                                 float* out) {
+  using F32 = typename Lanes<kLanes>::F32;
+  std::array<F32, kVectors> sums;
+  const Bf16Bits* row = columns + tokens[0] * width;
+  for (int v = 0; v < kVectors; ++v) {
+    LoadBf16<kLanes>(row + v * kLanes, sums[v]);
+  }
+  for (std::int64_t i = 1; i < count; ++i) {
+    row = columns + tokens[i] * width;
+    for (int v = 0; v < kVectors; ++v) {
+      F32 values;
+      LoadBf16<kLanes>(row + v * kLanes, values);
+      sums[v] += values;
+    }
+  }
+  for (int v = 0; v < kVectors; ++v) StoreLanes(sums[v], out + v * kLanes);
+}
+
+ASYNC_EMB_INLINE void SumColumn(const Bf16Bits* column, std::int64_t width,
+                                const std::int32_t* tokens, std::int64_t count,
+                                float* out) {
+  float sum = Bf16ToFloat(column[tokens[0] * width]);
+  for (std::int64_t i = 1; i < count; ++i) {
+    sum += Bf16ToFloat(column[tokens[i] * width]);
+  }
+  *out = sum;
+}
+
+// out [width] = sum of the rows of a run of tokens.
+template <int kLanes>
+ASYNC_EMB_INLINE void SumRun(const Bf16Bits* grads, std::int64_t width,
+                             const std::int32_t* tokens, std::int64_t count,
+                             float* out) {
+  constexpr int kVectors = 4;
+  std::int64_t c = 0;
+  for (; c + kVectors * kLanes <= width; c += kVectors * kLanes) {
+    SumColumns<kLanes, kVectors>(grads + c, width, tokens, count, out + c);
+  }
+  if (c + 2 * kLanes <= width) {
+    SumColumns<kLanes, 2>(grads + c, width, tokens, count, out + c);
+    c += 2 * kLanes;
+  }
+  if (c + kLanes <= width) {
+    SumColumns<kLanes, 1>(grads + c, width, tokens, count, out + c);
+    c += kLanes;
+  }
+  for (; c < width; ++c) SumColumn(grads + c, width, tokens, count, out + c);
+}
+
+// squares [width] = f32(bf16(sums))^2.
+template <int kLanes>
+ASYNC_EMB_INLINE void SquareRounded(const float* sums, std::int64_t width,
+                                    float* squares) {
+  std::int64_t c = 0;
+  for (; c + kLanes <= width; c += kLanes) {
+    typename Lanes<kLanes>::F32 value;
+    LoadLanes(sums + c, value);
+    RoundToBf16Lanes<kLanes>(value);
+    value *= value;
+    StoreLanes(value, squares + c);
+  }
+  for (; c < width; ++c) {
+    const float value = RoundToBf16(sums[c]);
+    squares[c] = value * value;
+  }
+}
+
+// The pairwise tree over kTreeBlock values.
+ASYNC_EMB_INLINE float SumBlock(const float* values) {
+  std::array<float, kTreeBlock> level;
+  std::copy_n(values, kTreeBlock, level.data());
+  for (std::int64_t size = kTreeBlock / 2; size >= 1; size /= 2) {
+    for (std::int64_t i = 0; i < size; ++i) {
+      level[i] = level[2 * i] + level[2 * i + 1];
+    }
+  }
+  return level[0];
+}
+
+ASYNC_EMB_INLINE float SumLeaf(const float* values, std::int64_t count) {
+  float sum = values[0];
+  for (std::int64_t i = 1; i < count; ++i) sum += values[i];
+  return sum;
+}
+
+// The sum of `width` = q * 2^m values, q odd: 2^m leaves of q values each,
+// which are added left to right, then the leaves pairwise, neighbours first.
+ASYNC_EMB_INLINE float SumTree(const float* values, std::int64_t width) {
+  const std::int64_t power = width & -width;
+  const std::int64_t leaf_width = width / power;
+  const bool blocks = leaf_width == 1 && power >= kTreeBlock;
+  const std::int64_t step = blocks ? kTreeBlock : leaf_width;
+  // Sums of complete subtrees that still miss their right neighbour.
+  std::array<float, std::numeric_limits<std::int64_t>::digits> open;
+  int num_open = 0;
+  for (std::int64_t leaf = 0; leaf < width / step; ++leaf) {
+    const float* begin = values + leaf * step;
+    float sum = blocks ? SumBlock(begin) : SumLeaf(begin, leaf_width);
+    for (int n = std::countr_one(static_cast<std::uint64_t>(leaf)); n > 0;
+         --n) {
+      sum = open[--num_open] + sum;
+    }
+    open[num_open++] = sum;
+  }
+  return open[0];
+}
+
+template <int kLanes>
+ASYNC_EMB_INLINE void SumLongSegment(const SegmentSumArgs& args,
+                                     const SumScratch& scratch,
+                                     const std::int32_t* tokens,
+                                     std::int64_t count, float* out) {
+  RunLevels levels(scratch.levels, args.width);
+  for (std::int64_t i = 0; i < count; i += kRunLength) {
+    SumRun<kLanes>(args.grads, args.width, tokens + i,
+                   std::min(kRunLength, count - i), scratch.run);
+    levels.Push(scratch.run);
+  }
+  std::memcpy(out, levels.Finish(),
+              static_cast<std::size_t>(args.width) * sizeof(float));
+}
+
+template <int kLanes>
+ASYNC_EMB_INLINE void SumSortedSegments(const SegmentSumArgs& args,
+                                        const SumScratch& scratch) {
+  const std::int64_t num_used = scratch.ends[args.num_unique - 1];
+  std::int64_t begin = 0;
+  std::int64_t asked = 0;
+  for (std::int64_t u = 0; u < args.num_unique; ++u) {
+    const std::int64_t end = scratch.ends[u];
+    float* out = args.accum + u * args.width;
+    if (begin == end) {
+      std::fill_n(out, args.width, 0.0F);
+      args.partial_stats[u] = 0.0F;
+      continue;
+    }
+    for (; asked < std::min(end + kTokensAhead, num_used); ++asked) {
+      Prefetch(args.grads + scratch.order[asked] * args.width,
+               args.width * std::int64_t{sizeof(Bf16Bits)});
+    }
+    const std::int32_t* tokens = scratch.order + begin;
+    const std::int64_t count = end - begin;
+    if (count <= kRunLength) {
+      SumRun<kLanes>(args.grads, args.width, tokens, count, out);
+    } else {
+      SumLongSegment<kLanes>(args, scratch, tokens, count, out);
+    }
+    SquareRounded<kLanes>(out, args.width, scratch.squares);
+    args.partial_stats[u] = SumTree(scratch.squares, args.width);
+    begin = end;
+  }
+}
+
+ASYNC_EMB_AVX2 void SumSortedSegmentsAvx2(const SegmentSumArgs& args,
+                                          const SumScratch& scratch) {
+  SumSortedSegments<8>(args, scratch);
+}
+
+void SumSortedSegmentsBaseline(const SegmentSumArgs& args,
+                               const SumScratch& scratch) {
+  SumSortedSegments<4>(args, scratch);
+}
+
+}  // namespace
+
+std::size_t SumScratchBytes(std::int64_t num_tokens, std::int64_t num_unique,
+                            std::int64_t width) {
+  static_assert(sizeof(float) == sizeof(std::int32_t));
+  return sizeof(float) * static_cast<std::size_t>(kScratchRows * width +
+                                                  num_tokens + num_unique + 1);
+}
+
+void SumSegments(const SegmentSumArgs& args, std::byte* scratch) {
+  const SumScratch parts = CutScratch(args, scratch);
+  SortTokens(args, parts);
+  if (HasAvx2()) {
+    SumSortedSegmentsAvx2(args, parts);
+  } else {
+    SumSortedSegmentsBaseline(args, parts);
+  }
+}
+
+}  // namespace xrex::async_emb::host_kernels
