@@ -1,0 +1,206 @@
+#include "phoenix/xrex/cuda/async_emb/src/async_emb_comm.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "phoenix/xrex/cuda/async_emb/src/errors.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/log.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/str_cat.hpp"
+
+namespace xrex::async_emb {
+namespace {
+
+constexpr std::chrono::seconds kTeardownLimit{30};
+
+const PipelineSpec& Validated(const PipelineSpec& spec) {
+  ValidateSpec(spec);
+  return spec;
+}
+
+}  // namespace
+
+AsyncEmbContext::AsyncEmbContext(const ContextConfig& config,
+                                 const PipelineSpec& spec, Backend& backend,
+                                 const Clock& clock)
+    : config_(config),
+      spec_(Validated(spec)),
+      backend_(backend),
+      clock_(clock),
+      engine_(std::make_unique<Engine>(backend.NewDevice(config.device_key))),
+      layout_(spec_, engine_->device->ScratchBytes(spec_)),
+      state_(spec.world_size, spec.any_world_size),
+      watchdog_(clock, config.timeout) {
+  Device& device = *engine_->device;
+  engine_->arena = device.AllocateArena(layout_.total_bytes());
+  device.BindScratch(region<std::byte>(Region::kScratch),
+                     layout_.bytes(Region::kScratch));
+  for (Lane& lane : engine_->lanes) {
+    lane.armed = device.NewEvent();
+    lane.completed = device.NewEvent();
+  }
+  engine_->never_armed.Fail();
+  engine_->stream = device.NewSideStream();
+  if (config_.run_watchdog_thread)
+    watchdog_thread_ = std::thread([this] { RunWatchdog(); });
+}
+
+AsyncEmbContext::~AsyncEmbContext() {
+  StopWatchdog();
+  const bool running = std::any_of(
+      engine_->lanes.begin(), engine_->lanes.end(),
+      [](const Lane& lane) { return !lane.completed->IsComplete(); });
+  if (running) Abort(Describe() + " was destroyed with a step in flight");
+  if (!engine_->stream->Stop(kTeardownLimit)) {
+    LogWarning(
+        StrCat(Describe(),
+               ": its side stream did not end within 30 s; leaking it and ",
+               layout_.total_bytes(), " bytes of arena"));
+    static_cast<void>(engine_.release());
+  }
+}
+
+std::vector<std::string> AsyncEmbContext::Reset(std::int32_t rank,
+                                                std::int32_t world_size) {
+  std::lock_guard arm(arm_mutex_);
+  Check();
+  std::shared_ptr<Communicator> closed;
+  {
+    std::lock_guard comm(comm_mutex_);
+    std::lock_guard state(state_mutex_);
+    state_.Reset(rank, world_size);
+    closed = std::move(communicator_);
+  }
+  closed.reset();  // talks to its peers, so without the locks
+  if (rank == 0) return backend_.MakePayloads(world_size);
+  return std::vector<std::string>(static_cast<std::size_t>(world_size));
+}
+
+void AsyncEmbContext::Handshake(const std::vector<std::string>& payloads) {
+  Check();
+  if (payloads.size() != static_cast<std::size_t>(spec_.world_size) ||
+      payloads[0].empty()) {
+    throw AsyncEmbError(
+        ErrorCode::kInvalidArgument,
+        StrCat("async_emb: handshake needs one payload from each of ",
+               spec_.world_size, " ranks, rank 0's not empty; got ",
+               payloads.size(),
+               ": pass, for each rank, what its reset returned for this rank"));
+  }
+  std::shared_ptr<Communicator> connecting;
+  {
+    std::lock_guard comm(comm_mutex_);
+    std::lock_guard state(state_mutex_);
+    if (failure_) ThrowAborted(*failure_);
+    state_.BeginHandshake();
+    connecting = backend_.NewCommunicator({.rank = state_.rank(),
+                                           .world_size = spec_.world_size,
+                                           .min_ctas = spec_.min_ctas,
+                                           .max_ctas = spec_.max_ctas},
+                                          *engine_->device);
+    communicator_ = connecting;
+  }
+  try {
+    connecting->Connect(payloads, engine_->arena, layout_.total_bytes(), clock_,
+                        clock_.Now() + config_.timeout);
+  } catch (const AsyncEmbError& error) {
+    Abort(StrCat("the handshake failed: ", error.what()));
+    throw;
+  }
+  std::lock_guard state(state_mutex_);
+  state_.EndHandshake();
+}
+
+void AsyncEmbContext::ResetTableBinding() {
+  Check();
+  std::lock_guard state(state_mutex_);
+  state_.ResetTableBinding();
+}
+
+void AsyncEmbContext::Abort(std::string_view reason) {
+  {
+    std::lock_guard state(state_mutex_);
+    if (!failure_) failure_ = reason;
+  }
+  // Read after the failure is set: a handshake publishes its communicator only
+  // if there is none.
+  const std::shared_ptr<Communicator> comm = communicator();
+  if (comm != nullptr) comm->Abort(reason);
+}
+
+bool AsyncEmbContext::AwaitQuiet() {
+  return std::all_of(
+      engine_->lanes.begin(), engine_->lanes.end(),
+      [](const Lane& lane) { return lane.completed->WaitFor(kTeardownLimit); });
+}
+
+void AsyncEmbContext::Check() {
+  AdoptCommunicatorError();
+  std::lock_guard state(state_mutex_);
+  if (failure_) ThrowAborted(*failure_);
+}
+
+std::optional<std::string> AsyncEmbContext::error() {
+  AdoptCommunicatorError();
+  std::lock_guard state(state_mutex_);
+  return failure_;
+}
+
+void AsyncEmbContext::AdoptCommunicatorError() {
+  const std::shared_ptr<Communicator> comm = communicator();
+  const auto found = comm == nullptr ? std::nullopt : comm->PollError();
+  if (!found) return;
+  std::lock_guard state(state_mutex_);
+  if (!failure_) failure_ = found;
+}
+
+void AsyncEmbContext::ThrowAborted(const std::string& reason) {
+  throw AsyncEmbError(ErrorCode::kAborted,
+                      "async_emb communicator aborted: " + reason);
+}
+
+ContextStats AsyncEmbContext::stats() const {
+  const StepCounters& counters = engine_->device->counters();
+  ContextStats stats;
+  stats.ids_out_of_range = counters.ids_out_of_range;
+  stats.segments_invalid = counters.segments_invalid;
+  stats.duplicate_slots = counters.duplicate_slots;
+  stats.skipped_pending = counters.skipped_pending;
+  stats.skipped_non_finite = counters.skipped_non_finite;
+  stats.skipped_invalid = counters.skipped_invalid;
+  stats.last_norm = counters.last_norm;
+  std::lock_guard state(state_mutex_);
+  for (const Pipeline pipeline : {Pipeline::kLookup, Pipeline::kUpdate}) {
+    stats.steps_armed[static_cast<std::size_t>(pipeline)] =
+        state_.armed(pipeline);
+    stats.steps_done[static_cast<std::size_t>(pipeline)] =
+        state_.finished(pipeline);
+  }
+  stats.table_moved = state_.table_moved();
+  stats.bytes_sent = bytes_sent_;
+  stats.wait_secs = wait_secs_;
+  return stats;
+}
+
+bool AsyncEmbContext::ready() const {
+  std::lock_guard state(state_mutex_);
+  return state_.ready();
+}
+
+std::int32_t AsyncEmbContext::rank() const {
+  std::lock_guard state(state_mutex_);
+  return state_.rank();
+}
+
+std::shared_ptr<Communicator> AsyncEmbContext::communicator() const {
+  std::lock_guard comm(comm_mutex_);
+  return communicator_;
+}
+
+std::string AsyncEmbContext::Describe() const {
+  const std::string name =
+      config_.name.empty() ? "" : "'" + config_.name + "' ";
+  return StrCat("context ", name, config_.context_id, " rank ", rank());
+}
+
+}  // namespace xrex::async_emb

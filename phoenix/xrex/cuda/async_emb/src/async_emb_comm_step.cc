@@ -1,0 +1,233 @@
+// The steps of a context: arming, what is enqueued in which order, finishing.
+#include <chrono>
+
+#include "phoenix/xrex/cuda/async_emb/src/async_emb_comm.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/errors.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/str_cat.hpp"
+
+namespace xrex::async_emb {
+
+bool AsyncEmbContext::BeginStart(Pipeline pipeline, const void* table) {
+  AdoptCommunicatorError();
+  std::string moved;
+  {
+    std::lock_guard state(state_mutex_);
+    if (failure_) return false;
+    state_.RequireStart(pipeline);
+    const void* const bound = state_.table();
+    if (state_.BindTable(table) != TableBinding::kMoved) {
+      lane(pipeline).guard.Reset();
+      watchdog_.OnArmed(pipeline, state_.Arm(pipeline));
+      return true;
+    }
+    moved = StrCat("the table moved from ", bound, " to ", table, " before ",
+                   PipelineName(pipeline), " step ", state_.armed(pipeline) + 1,
+                   " on rank ", state_.rank(),
+                   " while another step was in flight: XLA put a copy in "
+                   "between, and updates would "
+                   "be lost; donate the table, use the table that each call "
+                   "returns, and let "
+                   "nothing else read it between a start and its done");
+  }
+  Abort(moved);
+  return false;
+}
+
+void AsyncEmbContext::EndStart(Pipeline pipeline) {
+  std::lock_guard state(state_mutex_);
+  state_.SetEnqueued(pipeline);
+  const std::int64_t peers = spec_.world_size - 1;
+  const std::int64_t rows = spec_.tokens_per_rank * spec_.shard_width;
+  std::int64_t bytes =
+      spec_.tokens_per_rank * static_cast<std::int64_t>(sizeof(std::int32_t)) +
+      rows * static_cast<std::int64_t>(sizeof(Bf16Bits));
+  if (pipeline == Pipeline::kUpdate) {
+    bytes += (spec_.num_unique + 1) * static_cast<std::int64_t>(sizeof(float));
+  }
+  bytes_sent_ += peers * bytes;
+}
+
+bool AsyncEmbContext::BeginFinish(Pipeline pipeline) {
+  AdoptCommunicatorError();
+  std::lock_guard state(state_mutex_);
+  if (failure_ && state_.phase(pipeline) != Phase::kInFlight) return false;
+  state_.BeginFinish(pipeline);
+  return true;
+}
+
+void AsyncEmbContext::EndFinish(Pipeline pipeline,
+                                Clock::TimePoint wait_began) {
+  const Clock::Duration waited = clock_.Now() - wait_began;
+  const bool completed = lane(pipeline).completed->IsComplete();
+  std::lock_guard state(state_mutex_);
+  if (completed) watchdog_.OnCompleted(pipeline);
+  state_.EndFinish(pipeline);
+  wait_secs_ += std::chrono::duration<double>(waited).count();
+}
+
+template <typename Enqueue>
+void AsyncEmbContext::ArmStep(Pipeline pipeline, const void* table,
+                              const Enqueue& enqueue) {
+  std::lock_guard arm(arm_mutex_);
+  if (!BeginStart(pipeline, table)) return;
+  try {
+    enqueue(*communicator());
+  } catch (const AsyncEmbError& error) {
+    lane(pipeline).guard.Fail();
+    Abort(StrCat(PipelineName(pipeline),
+                 " could not be enqueued: ", error.what()));
+  }
+  engine_->device->Record(*lane(pipeline).completed, engine_->stream->ref());
+  EndStart(pipeline);
+}
+
+void AsyncEmbContext::StartLookup(StreamRef caller, const LookupStart& args) {
+  ArmStep(Pipeline::kLookup, args.table,
+          [&](Communicator& comm) { EnqueueLookup(caller, args, comm); });
+}
+
+void AsyncEmbContext::EnqueueLookup(StreamRef caller, const LookupStart& args,
+                                    Communicator& comm) {
+  Device& device = *engine_->device;
+  Lane& lookup = lane(Pipeline::kLookup);
+  const StreamRef side = engine_->stream->ref();
+  const std::size_t id_bytes = layout_.bytes(Region::kLocalIds);
+  auto* const ids = region<std::int32_t>(Region::kLookupIds);
+  const std::int64_t own_begin = rank() * spec_.tokens_per_rank;
+
+  device.Copy(caller, region<std::int32_t>(Region::kLocalIds), args.ids,
+              id_bytes);
+  device.Record(*lookup.armed, caller);
+  device.Wait(side, *lookup.armed);
+  comm.AllGather(side, lookup.guard, region<std::int32_t>(Region::kLocalIds),
+                 ids, id_bytes);
+  device.GatherRows(side, lookup.guard,
+                    {.ids = ids,
+                     .num_ids = spec_.num_tokens(),
+                     .table = args.table,
+                     .vocab_rows = args.vocab_rows,
+                     .width = spec_.shard_width,
+                     .out_of_range = spec_.out_of_range,
+                     .count_begin = own_begin,
+                     .count_end = own_begin + spec_.tokens_per_rank,
+                     .rows = region<Bf16Bits>(Region::kLookupSend)});
+  comm.AllToAll(side, lookup.guard, region<Bf16Bits>(Region::kLookupSend),
+                region<Bf16Bits>(Region::kLookupEmbeddings), slice_bytes());
+}
+
+void AsyncEmbContext::FinishLookup(StreamRef caller, Bf16Bits* embeddings) {
+  const bool pending = BeginFinish(Pipeline::kLookup);
+  const Clock::TimePoint wait_began = clock_.Now();
+  Lane& lookup = lane(Pipeline::kLookup);
+  if (pending) engine_->device->Wait(caller, *lookup.completed);
+  engine_->device->CombineSlices(
+      caller, pending ? lookup.guard : engine_->never_armed, slice_shape(),
+      region<Bf16Bits>(Region::kLookupEmbeddings), embeddings);
+  if (pending) EndFinish(Pipeline::kLookup, wait_began);
+}
+
+void AsyncEmbContext::StartUpdate(StreamRef caller, const UpdateStart& args) {
+  ArmStep(Pipeline::kUpdate, args.table,
+          [&](Communicator& comm) { EnqueueUpdate(caller, args, comm); });
+}
+
+void AsyncEmbContext::EnqueueUpdate(StreamRef caller, const UpdateStart& args,
+                                    Communicator& comm) {
+  Device& device = *engine_->device;
+  Lane& update = lane(Pipeline::kUpdate);
+  const StreamRef side = engine_->stream->ref();
+  const std::size_t segment_bytes = layout_.bytes(Region::kLocalSegments);
+  auto* const local_segments = region<std::int32_t>(Region::kLocalSegments);
+  auto* const segments = region<std::int32_t>(Region::kUpdateIndices);
+  auto* const scalars = region<UpdateScalars>(Region::kUpdateScalars);
+  auto* const partial_stats = region<float>(Region::kPartialStats);
+  const std::int64_t own_begin = rank() * spec_.tokens_per_rank;
+
+  device.Copy(caller, local_segments, args.segment_ids, segment_bytes);
+  device.Copy(caller, &scalars->learning_rate, args.learning_rate,
+              sizeof(float));
+  device.Copy(caller, &scalars->pending, args.pending, sizeof(std::int32_t));
+  if (args.params.lazy)
+    device.Copy(caller, &scalars->step, args.step, sizeof(std::int32_t));
+  device.Record(*update.armed, caller);
+  device.Wait(side, *update.armed);
+
+  comm.AllGather(side, update.guard, local_segments, segments, segment_bytes);
+  device.RouteGradients(side, update.guard, slice_shape(), args.grads,
+                        region<Bf16Bits>(Region::kUpdateSend));
+  comm.AllToAll(side, update.guard, region<Bf16Bits>(Region::kUpdateSend),
+                region<Bf16Bits>(Region::kUpdateGradients), slice_bytes());
+  device.CheckUpdate(side, update.guard,
+                     {.segments = segments,
+                      .num_tokens = spec_.num_tokens(),
+                      .count_begin = own_begin,
+                      .count_end = own_begin + spec_.tokens_per_rank,
+                      .unique_tokens = args.unique_tokens,
+                      .num_unique = spec_.num_unique,
+                      .vocab_rows = args.vocab_rows,
+                      .check_duplicates = spec_.check_inputs,
+                      .scalars = scalars,
+                      .flag = partial_stats + spec_.num_unique});
+  device.SumSegments(side, update.guard,
+                     {.segments = segments,
+                      .grads = region<Bf16Bits>(Region::kUpdateGradients),
+                      .num_tokens = spec_.num_tokens(),
+                      .num_unique = spec_.num_unique,
+                      .width = spec_.shard_width,
+                      .deterministic = spec_.deterministic,
+                      .accum = region<float>(Region::kUpdateGradAccum),
+                      .partial_stats = partial_stats});
+  // The last exchange: from here on the step takes place on all ranks, or it
+  // has failed on all.
+  comm.AllReduceSum(
+      side, update.guard, partial_stats, region<float>(Region::kUpdateStats),
+      static_cast<std::size_t>(spec_.num_unique) + 1, spec_.deterministic);
+  EnqueueApply(args);
+}
+
+void AsyncEmbContext::EnqueueApply(const UpdateStart& args) {
+  engine_->device->ApplyAdagrad(
+      engine_->stream->ref(), lane(Pipeline::kUpdate).guard,
+      {.accum = region<float>(Region::kUpdateGradAccum),
+       .stats = region<float>(Region::kUpdateStats),
+       .unique_tokens = args.unique_tokens,
+       .num_unique = spec_.num_unique,
+       .width = spec_.shard_width,
+       .emb_width = spec_.emb_width,
+       .vocab_rows = args.vocab_rows,
+       .params = args.params,
+       .scalars = region<UpdateScalars>(Region::kUpdateScalars),
+       .table = args.table,
+       .row_state = args.row_state,
+       .last_step = args.last_step,
+       .result = region<UpdateResult>(Region::kUpdateResult)});
+}
+
+void AsyncEmbContext::FinishUpdate(StreamRef caller, float* norm,
+                                   std::int32_t* valid) {
+  const bool pending = BeginFinish(Pipeline::kUpdate);
+  const Clock::TimePoint wait_began = clock_.Now();
+  Lane& update = lane(Pipeline::kUpdate);
+  if (pending) engine_->device->Wait(caller, *update.completed);
+  engine_->device->WriteResult(
+      caller, pending ? update.guard : engine_->never_armed,
+      region<UpdateResult>(Region::kUpdateResult), norm, valid);
+  if (pending) EndFinish(Pipeline::kUpdate, wait_began);
+}
+
+void AsyncEmbContext::WritePin(StreamRef caller, float* pin) {
+  engine_->device->Zero(caller, pin, sizeof(float));
+}
+
+SliceShape AsyncEmbContext::slice_shape() const {
+  return {.world_size = spec_.world_size,
+          .tokens_per_rank = spec_.tokens_per_rank,
+          .shard_width = spec_.shard_width};
+}
+
+std::size_t AsyncEmbContext::slice_bytes() const {
+  return static_cast<std::size_t>(spec_.tokens_per_rank * spec_.shard_width) *
+         sizeof(Bf16Bits);
+}
+
+}  // namespace xrex::async_emb

@@ -1,0 +1,216 @@
+// L2: what the core needs of a device: streams, events, one arena, and the
+// kernels of a step.
+//
+// Every operation is enqueued on a stream and returns at once, except on the
+// host backend's caller stream (a null StreamRef), where it runs inside the
+// call.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "phoenix/xrex/cuda/async_emb/src/adagrad_params.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/pipeline_spec.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/types.hpp"
+
+namespace xrex::async_emb {
+
+// A stream that somebody else owns. Null is the caller's own thread on the host
+// backend.
+struct StreamRef {
+  void* handle = nullptr;
+};
+
+// An owned side stream.
+class Stream {
+ public:
+  virtual ~Stream() = default;
+  virtual StreamRef ref() = 0;
+
+  // Takes no more work and waits for what was enqueued, at most for `timeout`.
+  // When it says false the work still runs, and what it uses must be left
+  // alive.
+  virtual bool Stop(std::chrono::nanoseconds timeout) = 0;
+};
+
+// A point in a stream, recorded once per step. Complete before it was ever
+// recorded.
+class Event {
+ public:
+  virtual ~Event() = default;
+  virtual bool IsComplete() const = 0;
+  // Blocks until the recorded point was reached, at most for `timeout`. Says
+  // whether it was.
+  virtual bool WaitFor(std::chrono::nanoseconds timeout) const = 0;
+};
+
+// Whether the exchange that a step hangs on has failed. One per pipeline and
+// context. Operations of a failed step write nothing, or NaN where they own the
+// caller's output.
+class StepGuard {
+ public:
+  void Reset() { failed_.store(false, std::memory_order_release); }
+  void Fail() { failed_.store(true, std::memory_order_release); }
+  bool failed() const { return failed_.load(std::memory_order_acquire); }
+
+ private:
+  std::atomic<bool> failed_{false};
+};
+
+// What the kernels count. Written by a device's stream, read by anyone at any
+// time.
+struct StepCounters {
+  std::atomic<std::int64_t> ids_out_of_range{0};
+  std::atomic<std::int64_t> segments_invalid{0};
+  std::atomic<std::int64_t> duplicate_slots{0};
+  std::atomic<std::int64_t> skipped_pending{0};
+  std::atomic<std::int64_t> skipped_non_finite{0};
+  std::atomic<std::int64_t> skipped_invalid{0};
+  std::atomic<float> last_norm{0.0F};
+};
+
+// The run-time scalars of an update, in the arena.
+struct UpdateScalars {
+  float learning_rate;
+  std::int32_t pending;  // 0: no update this time, but the protocol runs
+  std::int32_t step;     // lazy form only
+};
+
+// What an update reports, in the arena.
+struct UpdateResult {
+  float norm;
+  std::int32_t valid;
+};
+
+struct GatherArgs {
+  const std::int32_t* ids = nullptr;  // [num_ids]
+  std::int64_t num_ids = 0;
+  const Bf16Bits* table = nullptr;  // [vocab_rows, width]
+  std::int64_t vocab_rows = 0;
+  std::int64_t width = 0;
+  OutOfRange out_of_range = OutOfRange::kClip;
+  // Ids in [count_begin, count_end) that are out of range are counted.
+  std::int64_t count_begin = 0;
+  std::int64_t count_end = 0;
+  Bf16Bits* rows = nullptr;  // [num_ids, width]
+};
+
+// [T, R * w] against [R, T, w].
+struct SliceShape {
+  std::int32_t world_size = 1;
+  std::int64_t tokens_per_rank = 0;
+  std::int64_t shard_width = 0;
+};
+
+struct SegmentSumArgs {
+  const std::int32_t* segments =
+      nullptr;  // [num_tokens], each -1 or an index below num_unique
+  const Bf16Bits* grads = nullptr;  // [num_tokens, width]
+  std::int64_t num_tokens = 0;
+  std::int64_t num_unique = 0;
+  std::int64_t width = 0;
+  bool deterministic = false;
+  float* accum = nullptr;  // out [num_unique, width]
+  float* partial_stats =
+      nullptr;  // out [num_unique], row squared sums of bf16(accum)
+};
+
+struct UpdateCheckArgs {
+  const std::int32_t* segments = nullptr;  // [num_tokens], of all ranks
+  std::int64_t num_tokens = 0;
+  std::int64_t count_begin =
+      0;  // own tokens: invalid ones among them are counted
+  std::int64_t count_end = 0;
+  const std::int32_t* unique_tokens = nullptr;  // [num_unique]
+  std::int64_t num_unique = 0;
+  std::int64_t vocab_rows = 0;
+  bool check_duplicates = false;
+  const UpdateScalars* scalars = nullptr;
+  float* flag = nullptr;  // out: 0 if this rank would apply the step as far as
+                          // it knows, else 1
+};
+
+struct ApplyArgs {
+  const float* accum = nullptr;  // [num_unique, width]
+  const float* stats =
+      nullptr;  // [num_unique + 1], S over all columns, then the summed flag
+  const std::int32_t* unique_tokens = nullptr;  // [num_unique]
+  std::int64_t num_unique = 0;
+  std::int64_t width = 0;
+  std::int64_t emb_width = 0;
+  std::int64_t vocab_rows = 0;
+  AdagradParams params;
+  const UpdateScalars* scalars = nullptr;
+  Bf16Bits* table = nullptr;          // in and out [vocab_rows, width]
+  float* row_state = nullptr;         // in and out [vocab_rows]
+  std::int32_t* last_step = nullptr;  // in and out [vocab_rows], lazy only
+  UpdateResult* result = nullptr;     // out
+};
+
+class Device {
+ public:
+  virtual ~Device() = default;
+
+  virtual std::unique_ptr<Stream> NewSideStream() = 0;
+  virtual std::unique_ptr<Event> NewEvent() = 0;
+
+  // One block of at least `bytes`, aligned to kArenaAlignment. Throws
+  // kResourceExhausted with the bytes asked for. Shared, because a peer may
+  // still read from it.
+  virtual std::shared_ptr<std::byte> AllocateArena(std::size_t bytes) = 0;
+
+  // Bytes of Region::kScratch that the kernels below want.
+  virtual std::size_t ScratchBytes(const PipelineSpec& spec) const = 0;
+
+  // Gives the kernels their scratch. Called once, before the first kernel.
+  virtual void BindScratch(std::byte* scratch, std::size_t bytes) = 0;
+
+  virtual void Record(Event& event, StreamRef stream) = 0;
+
+  // Later work of `stream` waits for the recorded point. On the host's caller
+  // stream the calling thread blocks; work behind the event always ends, since
+  // every exchange is bounded.
+  virtual void Wait(StreamRef stream, const Event& event) = 0;
+
+  virtual void Copy(StreamRef stream, void* dst, const void* src,
+                    std::size_t bytes) = 0;
+  virtual void Zero(StreamRef stream, void* dst, std::size_t bytes) = 0;
+
+  // Copies idle arena memory to host memory, and waits for it.
+  virtual void ReadBack(void* dst, const void* src, std::size_t bytes) = 0;
+
+  virtual void GatherRows(StreamRef stream, const StepGuard& guard,
+                          const GatherArgs& args) = 0;
+
+  // slices [R, T, w] -> out [T, R * w]; all NaN for a failed step.
+  virtual void CombineSlices(StreamRef stream, const StepGuard& guard,
+                             const SliceShape& shape, const Bf16Bits* slices,
+                             Bf16Bits* out) = 0;
+
+  // grads [T, R * w] -> slices [R, T, w].
+  virtual void RouteGradients(StreamRef stream, const StepGuard& guard,
+                              const SliceShape& shape, const Bf16Bits* grads,
+                              Bf16Bits* slices) = 0;
+
+  virtual void CheckUpdate(StreamRef stream, const StepGuard& guard,
+                           const UpdateCheckArgs& args) = 0;
+
+  virtual void SumSegments(StreamRef stream, const StepGuard& guard,
+                           const SegmentSumArgs& args) = 0;
+
+  virtual void ApplyAdagrad(StreamRef stream, const StepGuard& guard,
+                            const ApplyArgs& args) = 0;
+
+  // Writes *norm and *valid from `result`; NaN and 0 for a failed step.
+  virtual void WriteResult(StreamRef stream, const StepGuard& guard,
+                           const UpdateResult* result, float* norm,
+                           std::int32_t* valid) = 0;
+
+  virtual const StepCounters& counters() const = 0;
+};
+
+}  // namespace xrex::async_emb

@@ -1,0 +1,208 @@
+#include "phoenix/xrex/cuda/async_emb/src/host_device.hpp"
+
+#include <cstring>
+#include <limits>
+#include <new>
+#include <utility>
+
+#include "phoenix/xrex/cuda/async_emb/src/arena_layout.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/async_emb_kernel_host.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/errors.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/float_mode.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/str_cat.hpp"
+
+namespace xrex::async_emb {
+
+HostStream::HostStream() : worker_([this] { Run(); }) {}
+
+HostStream::~HostStream() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  wake_.notify_one();
+  worker_.join();
+}
+
+bool HostStream::Stop(std::chrono::nanoseconds timeout) {
+  std::unique_lock lock(mutex_);
+  stopping_ = true;
+  wake_.notify_one();
+  return ended_changed_.wait_for(lock, timeout, [this] { return ended_; });
+}
+
+void HostStream::Enqueue(std::function<void()> work) {
+  {
+    std::lock_guard lock(mutex_);
+    if (stopping_) {
+      throw AsyncEmbError(ErrorCode::kFailedPrecondition,
+                          "async_emb: the context is closed");
+    }
+    queue_.push_back(std::move(work));
+  }
+  wake_.notify_one();
+}
+
+void HostStream::RunOn(StreamRef ref, std::function<void()> work) {
+  if (ref.handle == nullptr) {
+    work();
+  } else {
+    static_cast<HostStream*>(ref.handle)->Enqueue(std::move(work));
+  }
+}
+
+void HostStream::Run() {
+  KeepSubnormals();
+  std::unique_lock lock(mutex_);
+  while (true) {
+    wake_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
+    if (queue_.empty()) break;
+    std::function<void()> work = std::move(queue_.front());
+    queue_.pop_front();
+    lock.unlock();
+    work();
+    work = nullptr;  // what it held is let go without the lock
+    lock.lock();
+  }
+  ended_ = true;
+  ended_changed_.notify_all();
+}
+
+bool HostEvent::IsComplete() const {
+  std::lock_guard lock(mutex_);
+  return complete_;
+}
+
+bool HostEvent::WaitFor(std::chrono::nanoseconds timeout) const {
+  std::unique_lock lock(mutex_);
+  return completed_.wait_for(lock, timeout, [this] { return complete_; });
+}
+
+void HostEvent::Reset() {
+  std::lock_guard lock(mutex_);
+  complete_ = false;
+}
+
+void HostEvent::Complete() {
+  std::lock_guard lock(mutex_);
+  complete_ = true;
+  completed_.notify_all();
+}
+
+std::unique_ptr<Stream> HostDevice::NewSideStream() {
+  return std::make_unique<HostStream>();
+}
+
+std::unique_ptr<Event> HostDevice::NewEvent() {
+  return std::make_unique<HostEvent>();
+}
+
+std::shared_ptr<std::byte> HostDevice::AllocateArena(std::size_t bytes) {
+  constexpr auto kAlignment = std::align_val_t{kArenaAlignment};
+  void* block = ::operator new(bytes, kAlignment, std::nothrow);
+  if (block == nullptr) {
+    throw AsyncEmbError(ErrorCode::kResourceExhausted,
+                        StrCat("async_emb: the arena of ", bytes,
+                               " bytes could not be allocated: free memory, or "
+                               "make tokens_per_batch, emb_width or "
+                               "num_unique smaller"));
+  }
+  return {static_cast<std::byte*>(block), [](std::byte* bytes_ptr) {
+            ::operator delete(bytes_ptr, kAlignment);
+          }};
+}
+
+std::size_t HostDevice::ScratchBytes(const PipelineSpec& spec) const {
+  return host_kernels::ScratchBytes(spec);
+}
+
+void HostDevice::BindScratch(std::byte* scratch, std::size_t /*bytes*/) {
+  scratch_ = scratch;
+}
+
+void HostDevice::Record(Event& event, StreamRef stream) {
+  auto& latch = static_cast<HostEvent&>(event);
+  latch.Reset();
+  HostStream::RunOn(stream, [&latch] { latch.Complete(); });
+}
+
+void HostDevice::Wait(StreamRef stream, const Event& event) {
+  HostStream::RunOn(stream, [&event] {
+    while (!event.WaitFor(std::chrono::seconds(1))) {
+    }
+  });
+}
+
+void HostDevice::Copy(StreamRef stream, void* dst, const void* src,
+                      std::size_t bytes) {
+  HostStream::RunOn(stream, [=] { std::memcpy(dst, src, bytes); });
+}
+
+void HostDevice::Zero(StreamRef stream, void* dst, std::size_t bytes) {
+  HostStream::RunOn(stream, [=] { std::memset(dst, 0, bytes); });
+}
+
+void HostDevice::ReadBack(void* dst, const void* src, std::size_t bytes) {
+  std::memcpy(dst, src, bytes);
+}
+
+void HostDevice::GatherRows(StreamRef stream, const StepGuard& guard,
+                            const GatherArgs& args) {
+  HostStream::RunOn(stream, [this, &guard, args] {
+    if (!guard.failed()) host_kernels::GatherRows(args, counters_);
+  });
+}
+
+void HostDevice::CombineSlices(StreamRef stream, const StepGuard& guard,
+                               const SliceShape& shape, const Bf16Bits* slices,
+                               Bf16Bits* out) {
+  HostStream::RunOn(stream, [&guard, shape, slices, out] {
+    if (guard.failed()) {
+      host_kernels::FillNan(
+          out, shape.world_size * shape.tokens_per_rank * shape.shard_width);
+    } else {
+      host_kernels::CombineSlices(shape, slices, out);
+    }
+  });
+}
+
+void HostDevice::RouteGradients(StreamRef stream, const StepGuard& guard,
+                                const SliceShape& shape, const Bf16Bits* grads,
+                                Bf16Bits* slices) {
+  HostStream::RunOn(stream, [&guard, shape, grads, slices] {
+    if (!guard.failed()) host_kernels::RouteGradients(shape, grads, slices);
+  });
+}
+
+void HostDevice::CheckUpdate(StreamRef stream, const StepGuard& guard,
+                             const UpdateCheckArgs& args) {
+  HostStream::RunOn(stream, [this, &guard, args] {
+    if (!guard.failed()) host_kernels::CheckUpdate(args, scratch_, counters_);
+  });
+}
+
+void HostDevice::SumSegments(StreamRef stream, const StepGuard& guard,
+                             const SegmentSumArgs& args) {
+  HostStream::RunOn(stream, [this, &guard, args] {
+    if (!guard.failed()) host_kernels::SumSegments(args, scratch_);
+  });
+}
+
+void HostDevice::ApplyAdagrad(StreamRef stream, const StepGuard& guard,
+                              const ApplyArgs& args) {
+  HostStream::RunOn(stream, [this, &guard, args] {
+    if (!guard.failed()) host_kernels::ApplyAdagrad(args, counters_);
+  });
+}
+
+void HostDevice::WriteResult(StreamRef stream, const StepGuard& guard,
+                             const UpdateResult* result, float* norm,
+                             std::int32_t* valid) {
+  HostStream::RunOn(stream, [&guard, result, norm, valid] {
+    const bool failed = guard.failed();
+    *norm = failed ? std::numeric_limits<float>::quiet_NaN() : result->norm;
+    *valid = failed ? 0 : result->valid;
+  });
+}
+
+}  // namespace xrex::async_emb
