@@ -71,7 +71,7 @@ def _host_python_impl(rctx):
         run = rctx.execute([executable, "-I", probe])
         if run.return_code != 0:
             lines = (run.stderr.strip() or "no output").split("\n")
-            refused.append("%s: does not run: %s" % (executable, lines[0]))
+            refused.append("%s: does not run: %s" % (executable, lines[-1]))
             continue
         python = json.decode(run.stdout)
         reason = _refusal(python, rctx.attr.min_version)

@@ -3,7 +3,8 @@
 Every package NAME of the lock file becomes a py_library //:NAME with its dependencies.
 C++ files in a wheel are offered by the packages listed in cc_packages: BUILD file
 //third_party/x:x.BUILD for wheel folder y makes the package //y, in which the folder y
-of the installed wheel is found as "files".
+of the installed wheel is found as "files". Programs in wheels are offered as
+//:site-packages/PATH.
 """
 
 load(":pip.bzl", "host_python_executable", "run_pip")
@@ -12,12 +13,14 @@ _BUILD_HEAD = """\
 load("@rules_python//python:defs.bzl", "py_library")
 
 package(default_visibility = ["//visibility:public"])
-
-exports_files(glob(["site-packages/bin/*"], allow_empty = True))
 """
 
 # Hypothesis and other tools tell by this name what is not the project's own code.
 _SITE = "site-packages"
+
+_BUILD_BINARIES = """
+exports_files({files})
+"""
 
 # Tests that wheels bring along are left out, and names that Bazel does not allow.
 _BUILD_PACKAGE = """
@@ -65,10 +68,12 @@ def _pip_env_impl(rctx):
     if run.return_code != 0:
         fail("cannot describe the packages of %s:\n%s" % (rctx.attr.requirements, run.stderr))
     packages = json.decode(run.stdout)
-    rctx.file("BUILD.bazel", _BUILD_HEAD + "".join([
-        _package_build(name, package)
-        for name, package in packages.items()
-    ]))
+    build = _BUILD_HEAD
+    if rctx.attr.binaries:
+        build += _BUILD_BINARIES.format(files = [_SITE + "/" + b for b in rctx.attr.binaries])
+    for name, package in packages.items():
+        build += _package_build(name, package)
+    rctx.file("BUILD.bazel", build)
     for build_file, folder in rctx.attr.cc_packages.items():
         rctx.symlink(_SITE + "/" + folder, folder + "/files")
         rctx.symlink(rctx.path(build_file), folder + "/BUILD.bazel")
@@ -76,6 +81,7 @@ def _pip_env_impl(rctx):
 _pip_env_repository = repository_rule(
     implementation = _pip_env_impl,
     attrs = {
+        "binaries": attr.string_list(),
         "cc_packages": attr.label_keyed_string_dict(),
         "requirements": attr.label(mandatory = True),
     },
@@ -86,6 +92,7 @@ def _extension_impl(mctx):
         for tag in module.tags.install:
             _pip_env_repository(
                 name = tag.name,
+                binaries = tag.binaries,
                 cc_packages = tag.cc_packages,
                 requirements = tag.requirements,
             )
@@ -94,6 +101,7 @@ pip_env = module_extension(
     implementation = _extension_impl,
     tag_classes = {
         "install": tag_class(attrs = {
+            "binaries": attr.string_list(doc = "programs in wheels, as paths below site-packages"),
             "cc_packages": attr.label_keyed_string_dict(doc = "BUILD file -> folder of a wheel"),
             "name": attr.string(mandatory = True),
             "requirements": attr.label(mandatory = True),

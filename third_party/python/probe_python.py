@@ -10,7 +10,7 @@ import sys
 import sysconfig
 
 
-def probe():
+def probe() -> dict:
     """Returns the description of the running interpreter."""
     include = sysconfig.get_paths()["include"]
     return {
