@@ -14,10 +14,11 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from xrex.cuda.async_emb.options import OutOfRange
+
 type Bf16Array = NDArray[Any]  # ml_dtypes.bfloat16, which numpy's stubs don't know
 type F32Array = NDArray[np.float32]
 type I32Array = NDArray[np.int32]
-type OutOfRange = Literal["clip", "zero"]
 type Outcome = Literal["applied", "pending", "invalid", "non_finite"]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -28,9 +29,9 @@ class TableState(NamedTuple):
     """What an update changes.
 
     Attributes:
-      table: bf16 [V, W].
-      row_state: f32 [V], rowwise Adagrad's accumulator.
-      last_step: i32 [V], the step that touched a row last; None for the eager form.
+        table: bf16 [V, W].
+        row_state: f32 [V], rowwise Adagrad's accumulator.
+        last_step: i32 [V], the step that touched a row last; None for the eager form.
     """
 
     table: Bf16Array
@@ -70,12 +71,12 @@ def exact_lookup(ids: I32Array, table: Bf16Array, out_of_range: OutOfRange = "cl
     """Rows of `table` as JAX's indexing reads them, bit for bit.
 
     Args:
-      ids: [N] int32 or int64. Negative ids count from the end once.
-      table: bf16 [V, W].
-      out_of_range: what an id outside the table reads: the nearest row, or zeros.
+        ids: [N] int32 or int64. Negative ids count from the end once.
+        table: bf16 [V, W].
+        out_of_range: what an id outside the table reads: the nearest row, or zeros.
 
     Returns:
-      bf16 [N, W].
+        bf16 [N, W].
     """
     num_rows = table.shape[0]
     rows, in_range = _wrap_ids(ids, num_rows)
@@ -94,12 +95,12 @@ def exact_segment_sums(
     one is left. An empty segment gives +0.
 
     Args:
-      grads: [N, W].
-      segment_ids: [N]; tokens outside [0, num_segments) are left out.
-      num_segments: U.
+        grads: [N, W].
+        segment_ids: [N]; tokens outside [0, num_segments) are left out.
+        num_segments: U.
 
     Returns:
-      f32 [U, W].
+        f32 [U, W].
     """
     taken = np.flatnonzero((segment_ids >= 0) & (segment_ids < num_segments))
     segments = segment_ids[taken]
@@ -121,11 +122,11 @@ def exact_row_stats(row_grads: F32Array, num_ranks: int = 1) -> F32Array:
     and then ranks, are added in pairs of neighbours. An odd last rank is carried up unchanged.
 
     Args:
-      row_grads: f32 [U, W], the segment sums after their rounding to bfloat16.
-      num_ranks: number of column shards, a divisor of W.
+        row_grads: f32 [U, W], the segment sums after their rounding to bfloat16.
+        num_ranks: number of column shards, a divisor of W.
 
     Returns:
-      f32 [U].
+        f32 [U].
     """
     num_slots, emb_width = row_grads.shape
     shard_width = emb_width // num_ranks
@@ -154,17 +155,17 @@ def exact_update(
     """Rowwise Adagrad in the deterministic order, bit for bit. The inputs stay as they are.
 
     Args:
-      state: before the update; `last_step` is needed by, and only by, `LazyDecay`.
-      grads: bf16 [N, W].
-      segment_ids: i32 [N], slot of each token; -1 leaves a token out, any other index outside
-        [0, U) makes the step invalid.
-      unique_tokens: i32 [U]; negative ids count from the end once. Slots inside the table must be
-        distinct, or the step is invalid; slots outside change no row.
-      learning_rate: rounded to float32; not finite skips the step.
-      eps: added to the root of the accumulator.
-      decay: eager factors or lazy rates.
-      pending: 0 skips the step.
-      num_ranks: number of column shards. Any power of two gives the same bits.
+        state: before the update; `last_step` is needed by, and only by, `LazyDecay`.
+        grads: bf16 [N, W].
+        segment_ids: i32 [N], slot of each token; -1 leaves a token out, any other index outside
+            [0, U) makes the step invalid.
+        unique_tokens: i32 [U]; negative ids count from the end once. Slots inside the table must be
+            distinct, or the step is invalid; slots outside change no row.
+        learning_rate: rounded to float32; not finite skips the step.
+        eps: added to the root of the accumulator.
+        decay: eager factors or lazy rates.
+        pending: 0 skips the step.
+        num_ranks: number of column shards. Any power of two gives the same bits.
     """
     num_slots = unique_tokens.shape[0]
     num_rows, emb_width = state.table.shape
@@ -175,15 +176,12 @@ def exact_update(
         norm = np.sqrt(_sum_all(stats))
     rate = np.float32(learning_rate)
 
-    outcome: Outcome = "applied"
     if not pending:
-        outcome = "pending"
-    elif np.any((segment_ids < -1) | (segment_ids >= num_slots)) or _has_duplicates(rows[used]):
-        outcome = "invalid"
-    elif not (np.isfinite(norm) and np.isfinite(rate)):
-        outcome = "non_finite"
-    if outcome != "applied":
-        return UpdateResult(state, norm, False, outcome)
+        return UpdateResult(state, norm, False, "pending")
+    if np.any((segment_ids < -1) | (segment_ids >= num_slots)) or _has_duplicates(rows[used]):
+        return UpdateResult(state, norm, False, "invalid")
+    if not (np.isfinite(norm) and np.isfinite(rate)):
+        return UpdateResult(state, norm, False, "non_finite")
 
     rows, row_grads, stats = rows[used], row_grads[used], stats[used]
     accum_factor, weight_factor = _decay_factors(state, rows, decay)
@@ -202,7 +200,7 @@ def exact_update(
     if isinstance(decay, LazyDecay) and last_step is not None:
         last_step = last_step.copy()
         last_step[rows] = decay.step
-    return UpdateResult(TableState(table, row_state, last_step), norm, True, outcome)
+    return UpdateResult(TableState(table, row_state, last_step), norm, True, "applied")
 
 
 def _wrap_ids(ids: I32Array, num_rows: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -244,11 +242,11 @@ def _sum_runs(values: F32Array, lengths: NDArray[np.int64]) -> tuple[F32Array, N
     """One level of the runs-of-64 rule.
 
     Args:
-      values: [sum(lengths), W], segment after segment.
-      lengths: values of each segment.
+        values: [sum(lengths), W], segment after segment.
+        lengths: values of each segment.
 
     Returns:
-      The sums of the runs in the same layout, and the number of runs of each segment.
+        The sums of the runs in the same layout, and the number of runs of each segment.
     """
     num_runs = -(-lengths // _RUN_LENGTH)
     segment_of_run = np.repeat(np.arange(lengths.size), num_runs)
@@ -300,12 +298,12 @@ class ScheduleOracle:
     and so sees every update.
 
     Args:
-      state: the state to start from; it isn't written to.
-      gradient_fn: (embeddings bf16 [N, W], batch, step) -> gradients bf16 [N, W].
-      update_fn: (state, gradients, batch, step) -> result, where batch and step are those that the
-        gradients come from, not the step in which they are applied.
-      first_step: number of the first step.
-      out_of_range: what lookups of ids outside the table give.
+        state: the state to start from; it isn't written to.
+        gradient_fn: (embeddings bf16 [N, W], batch, step) -> gradients bf16 [N, W].
+        update_fn: (state, gradients, batch, step) -> result; batch and step are those that the
+            gradients come from, not those of the step in which they are applied.
+        first_step: number of the first step.
+        out_of_range: what lookups of ids outside the table give.
     """
 
     def __init__(
@@ -321,7 +319,7 @@ class ScheduleOracle:
         self.next_step = first_step
         self._gradient_fn = gradient_fn
         self._update_fn = update_fn
-        self._out_of_range: OutOfRange = out_of_range
+        self._out_of_range = out_of_range
         self._armed: Bf16Array | None = None
         self._deferred: tuple[Bf16Array, Batch, int] | None = None
 
@@ -331,8 +329,8 @@ class ScheduleOracle:
         """One step; looks `next_batch` up in advance, if there is one.
 
         Returns:
-          The embeddings bf16 [N, W] that the step used, and the result of the update that ran
-          beside it (None when there was none to apply).
+            The embeddings bf16 [N, W] that the step used, and the result of the update that ran
+            beside it (None when there was none to apply).
         """
         embeddings = self._lookup(batch) if self._armed is None else self._armed
         applied = self._apply_deferred()

@@ -6,12 +6,11 @@ Where the intervals come from. Let u = 2^-24 be the unit roundoff of float32.
 
 1. One rounded operation gives x(1 + e) with |e| <= u while the result is normal, and is off by at
    most 2^-150 (half of the least subnormal) else. So an interval [l, h] of exact results becomes
-   [l - u|l| - 2^-150, h + u|h| + 2^-150]. An exact zero stays zero. Where the hardware takes
-   subnormals as zero, an interval that meets (-2^-126, 2^-126) is extended to zero.
+   [l - u|l| - 2^-150, h + u|h| + 2^-150]. An exact zero stays zero.
 2. n numbers x_i added in any order, with n - 1 rounded additions, give their sum up to
    g * sum|x_i|, g = (n - 1)u / (1 - (n - 1)u) (Higham, Accuracy and Stability of Numerical
    Algorithms, section 4.2); sums don't underflow. Adding zeros is exact, so where accumulators
-   start doesn't matter. Flushing costs less than 2^-126 per addition.
+   start doesn't matter.
 3. When all x_i are multiples of one power of two q, and sum|x_i| <= 2^24 q, then every partial sum
    is representable, and the sum is exact in any order: gradients of like size add without error.
 4. Rounding is monotone: an interval's image is that of its ends. Rounding to bfloat16 mostly takes
@@ -19,12 +18,16 @@ Where the intervals come from. Let u = 2^-24 be the unit roundoff of float32.
    in 2^8. The last sum, of two bfloat16 numbers, is rounded like this to float32 as well, since it
    alone sits on the ties of the rounding to bfloat16 as a rule.
 
+XLA's arithmetic differs in two ways. It may take subnormals as zero: an interval that meets
+(-2^-126, 2^-126) is extended to zero, and a sum errs by less than 2^-126 more per addition. Its
+float32 exponential is allowed 4 units in the last place, and 2^-125 where the result underflows.
+
 Fewer roundings than the contract has (a fused multiply-add, one division for a reciprocal and a
 product) stay inside as well: step 1 widens to both sides of the exact result. Out of scope are
 sums whose total is finite while partial sums overflow in some order.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -38,6 +41,7 @@ from xrex.cuda.async_emb.reference import (
 )
 
 type F64Array = NDArray[np.float64]
+type Arithmetic = Literal["ieee", "xla"]
 
 _UNIT = 2.0**-24 * (1 + 2.0**-20)  # the second factor covers the float64 roundings made here
 _F32_MAX = float(np.finfo(np.float32).max)
@@ -72,8 +76,8 @@ class FormulaResult(NamedTuple):
 class _F32Intervals:
     """Float32 arithmetic on intervals."""
 
-    def __init__(self, flushes_subnormals: bool) -> None:
-        self._flushes = flushes_subnormals
+    def __init__(self, arithmetic: Arithmetic) -> None:
+        self._is_xla = arithmetic == "xla"
 
     def given(self, values: ArrayLike) -> Bounded:
         exact = np.asarray(values).astype(np.float64)
@@ -86,7 +90,7 @@ class _F32Intervals:
 
     def _representable(self, value: F64Array, low: F64Array, high: F64Array) -> Bounded:
         """Applies float32's greatest and, where flushed, least magnitudes."""
-        if self._flushes:
+        if self._is_xla:
             meets = (low < _LEAST_NORMAL) & (high > -_LEAST_NORMAL)
             low = np.where(meets, np.minimum(low, 0), low)
             high = np.where(meets, np.maximum(high, 0), high)
@@ -115,7 +119,11 @@ class _F32Intervals:
         return self.rounded(*(np.sqrt(np.maximum(x, 0)) for x in a))
 
     def exp(self, a: Bounded) -> Bounded:
-        return self.rounded(*(np.exp(x) for x in a))
+        value, low, high = (np.exp(x) for x in a)
+        if self._is_xla:
+            low = np.maximum(low * (1 - 8 * _UNIT) - 2 * _LEAST_NORMAL, 0)
+            high = high * (1 + 8 * _UNIT) + 2 * _LEAST_NORMAL
+        return self.rounded(value, low, high)
 
     def add_bf16(self, a: Bounded, b: Bounded) -> Bounded:
         """Adds two bfloat16 numbers in float32 and rounds the sum to bfloat16."""
@@ -134,15 +142,16 @@ class _F32Intervals:
             out[present] = ufunc.reduceat(values[order], starts, axis=0)
             return out
 
-        sizes = np.maximum(np.abs(terms.low), np.abs(terms.high))
-        size = reduce(sizes)
-        quanta = np.where(sizes > 0, _quantum(sizes, term_bits, -149), np.inf)
+        sizes = np.sort(np.abs([terms.low, terms.high]), axis=0)
+        quanta = _quantum(sizes[0], term_bits, -149)
+        quanta = np.where(terms.low * terms.high > 0, quanta, np.where(sizes[1] > 0, 0, np.inf))
+        size = reduce(sizes[1])
         exact = size <= 2.0**24 * reduce(quanta, np.minimum)
         additions = np.zeros((num_groups, *(1,) * (size.ndim - 1)))
         additions[present] = (counts - 1).reshape(-1, *additions.shape[1:])
         error = additions * _UNIT
         slack = np.where(exact, 0, error / (1 - error) * size)
-        if self._flushes:
+        if self._is_xla:
             slack += np.where(size > 0, additions * _LEAST_NORMAL, 0)
         value, low, high = (reduce(x) for x in terms)
         return self._representable(value, low - slack, high + slack)
@@ -180,7 +189,7 @@ def formula_update(
     eps: float,
     decay: EagerDecay | LazyDecay,
     pending: int = 1,
-    flushes_subnormals: bool = False,
+    arithmetic: Arithmetic = "ieee",
 ) -> FormulaResult:
     """Rowwise Adagrad from its formulas, in float64 and in any order of sums.
 
@@ -192,11 +201,11 @@ def formula_update(
       table[k, c] = bf16(bf16(table[k, c] * f) + d), where f is 1 if S = 0
 
     Args: as of `exact_update`, and
-      flushes_subnormals: widens the intervals for arithmetic that takes subnormals as zero.
+        arithmetic: "xla" widens the intervals by what XLA's arithmetic may do.
     """
     num_slots = len(unique_tokens)
     num_rows, emb_width = state.table.shape
-    f32 = _F32Intervals(flushes_subnormals)
+    f32 = _F32Intervals(arithmetic)
     listed = [int(k) + num_rows if k < 0 else int(k) for k in unique_tokens]
     slots = [u for u, k in enumerate(listed) if 0 <= k < num_rows]
     rows = np.array([listed[u] for u in slots], np.int64)
@@ -205,29 +214,17 @@ def formula_update(
     )
 
     with np.errstate(all="ignore"):
-        tokens = np.isin(segment_ids, np.arange(num_slots))
-        groups = segment_ids[tokens].astype(np.int64)
-        gradient = f32.bf16(f32.sums(f32.given(grads[tokens]), groups, num_slots, term_bits=8))
-        columns = Bounded(*(x.T for x in f32.square_of_bf16(gradient)))
-        total = f32.sums(columns, np.zeros(emb_width, np.int64), 1)
-        stats = Bounded(*(x[0] for x in total))
-        whole = f32.sums(stats, np.zeros(num_slots, np.int64), 1)
-        norm = Bounded(*(x[0] for x in f32.sqrt(whole)))
-        valid = bool(
-            well_formed
-            and pending
-            and np.isfinite(norm.value)
-            and np.isfinite(np.float32(learning_rate))
-        )
+        gradient, stats, norm = _formula_gradient(f32, grads, segment_ids, num_slots)
+        finite = np.isfinite(norm.value) and np.isfinite(np.float32(learning_rate))
+        valid = bool(well_formed and pending and finite)
         table, row_state = _unrounded(state.table), _unrounded(state.row_state)
         if not valid:
             return FormulaResult(table, row_state, state.last_step, norm, valid)
 
         gradient, stats = (Bounded(*(x[slots] for x in b)) for b in (gradient, stats))
         accum_factor, weight_factor = _formula_decay(f32, state, rows, decay)
-        touched = f32.given(state.row_state[rows])
         mean_square = f32.mul(stats, f32.reciprocal(f32.given(np.float64(emb_width))))
-        accum = f32.add(f32.mul(touched, accum_factor), mean_square)
+        accum = f32.add(f32.mul(f32.given(state.row_state[rows]), accum_factor), mean_square)
         root = f32.add(f32.sqrt(accum), f32.given(np.float32(eps)))
         scale = f32.mul(f32.given(-np.float32(learning_rate)), f32.reciprocal(root))
         change = f32.bf16(f32.mul(_as_column(scale), gradient))
@@ -246,6 +243,20 @@ def formula_update(
         last_step = last_step.copy()
         last_step[rows] = decay.step
     return FormulaResult(table, row_state, last_step, norm, valid)
+
+
+def _formula_gradient(
+    f32: _F32Intervals, grads: Bf16Array, segment_ids: I32Array, num_slots: int
+) -> tuple[Bounded, Bounded, Bounded]:
+    """G [U, W], S [U] and the norm []."""
+    tokens = np.isin(segment_ids, np.arange(num_slots))
+    groups = segment_ids[tokens].astype(np.int64)
+    gradient = f32.bf16(f32.sums(f32.given(grads[tokens]), groups, num_slots, term_bits=8))
+    columns = Bounded(*(x.T for x in f32.square_of_bf16(gradient)))
+    one_group = f32.sums(columns, np.zeros(len(columns.value), np.int64), 1)
+    stats = Bounded(*(x[0] for x in one_group))
+    whole = f32.sums(stats, np.zeros(num_slots, np.int64), 1)
+    return gradient, stats, Bounded(*(x[0] for x in f32.sqrt(whole)))
 
 
 def _unrounded(values: ArrayLike) -> Bounded:
