@@ -1,0 +1,1 @@
+"""Recommender training in JAX."""

@@ -1,0 +1,1 @@
+"""Components with native code for accelerators."""
