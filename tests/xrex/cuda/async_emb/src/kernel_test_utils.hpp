@@ -2,6 +2,9 @@
 // provoke rounding, and the arithmetic of an update in its plainest form.
 #pragma once
 
+#include <sys/mman.h>
+
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstddef>
@@ -147,6 +150,33 @@ inline std::int64_t NaiveRow(std::int64_t id, std::int64_t vocab_rows) {
   if (id < 0 && id + vocab_rows >= 0) return id + vocab_rows;
   return -1;
 }
+
+// An array of zeros of which no page exists before it is written: an array of
+// more than 2^31 elements that costs next to nothing.
+class SparseArray {
+ public:
+  explicit SparseArray(std::int64_t size)
+      : bytes_(static_cast<std::size_t>(size) * sizeof(Bf16Bits)),
+        base_(mmap(nullptr, bytes_, PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)) {}
+  ~SparseArray() {
+    if (mapped()) munmap(base_, bytes_);
+  }
+  SparseArray(const SparseArray&) = delete;
+  SparseArray& operator=(const SparseArray&) = delete;
+
+  // Whether the address space was to be had.
+  bool mapped() const { return base_ != MAP_FAILED; }
+  Bf16Bits* data() { return static_cast<Bf16Bits*>(base_); }
+
+ private:
+  std::size_t bytes_;
+  void* base_;
+};
+
+// 2^32 elements and a little more.
+inline constexpr std::int64_t kLargeRows = (std::int64_t{1} << 20) + 5;
+inline constexpr std::int64_t kLargeWidth = 4096;
 
 // Deterministic values, the same with every standard library.
 class Values {
