@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xrex.cuda.async_emb import operands, parameters
+from xrex.cuda.async_emb import operands
 from xrex.cuda.async_emb.handle import AsyncEmbContextHandle
 
 _INT32_MAX = np.iinfo(np.int32).max
@@ -47,7 +47,7 @@ def lookup(token_ids: Any, table: Any, ctx: AsyncEmbContextHandle) -> jax.Array:
 
     ids = lax.all_gather(ids, ctx.table_axis, tiled=True)
     rows, in_table = _wrap_ids(ids, table.shape[0])
-    columns = _bits(table.at[rows].get(mode="clip"))
+    columns = _bits(_read_rows(table, rows))
     if ctx.options.out_of_range == "zero":
         columns = jnp.where(in_table[:, None], columns, 0)
     slices = _exchange(columns.reshape(ctx.group_size, -1, ctx.shard_width), ctx)
@@ -99,9 +99,9 @@ def rowwise_adagrad_update(
     """
     call = "plain_jax.rowwise_adagrad_update"
     operands.require_inside_shard_map(call, ctx)
-    root_offset = parameters.eps(call, eps)
-    accum_factor = parameters.fraction(call, "decay_factor", decay_factor, zero_allowed=True)
-    weight_factor = parameters.fraction(
+    root_offset = operands.eps(call, eps)
+    accum_factor = operands.fraction(call, "decay_factor", decay_factor, zero_allowed=True)
+    weight_factor = operands.fraction(
         call, "weight_decay_factor", weight_decay_factor, zero_allowed=False
     )
     table = _table(call, table, ctx)
@@ -156,16 +156,16 @@ def rowwise_adagrad_lazy_update(
     """
     call = "plain_jax.rowwise_adagrad_lazy_update"
     operands.require_inside_shard_map(call, ctx)
-    root_offset = parameters.eps(call, eps)
-    accum_rate = parameters.rate(call, "accum_decay_rate", accum_decay_rate)
-    weight_rate = parameters.rate(call, "weight_decay_rate", weight_decay_rate)
+    root_offset = operands.eps(call, eps)
+    accum_rate = operands.rate(call, "accum_decay_rate", accum_decay_rate)
+    weight_rate = operands.rate(call, "weight_decay_rate", weight_decay_rate)
     table = _table(call, table, ctx)
     row_state = _state(call, "row_state", row_state, jnp.float32, table)
     last_step = _state(call, "last_step", last_step, jnp.int32, table)
     now = operands.step(call, step)
     prepared = _prepare(call, grads, segment_ids, unique_tokens, table, pending, learning_rate, ctx)
 
-    last = last_step.at[prepared.read_rows].get(mode="clip")
+    last = _read_rows(last_step, prepared.read_rows)
     # Unsigned, because the signed difference may overflow.
     missed = jnp.where(now > last, now.astype(jnp.uint32) - last.astype(jnp.uint32), 0)
     elapsed = missed.astype(jnp.float32)
@@ -185,7 +185,7 @@ class _PreparedStep(NamedTuple):
     norm: jax.Array  # float32 []
     valid: jax.Array  # bool []
     learning_rate: jax.Array  # float32 []
-    read_rows: jax.Array  # int32 [U], outside the table for slots that update no row
+    read_rows: jax.Array  # int32 [U], any row for slots that update none
     write_rows: jax.Array  # int32 [U], distinct, beyond the table for rows to leave alone
 
 
@@ -247,14 +247,18 @@ def _apply(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns table and row_state with the rows of a valid step updated."""
     mean_square = step.stats * (np.float32(1) / np.float32(ctx.emb_width))
-    accum = row_state.at[step.read_rows].get(mode="clip") * accum_factor + mean_square
+    accum = _read_rows(row_state, step.read_rows) * accum_factor + mean_square
     scale = -step.learning_rate * (1 / (jnp.sqrt(accum) + eps))
     change = _round_to_bf16(scale[:, None] * step.row_grads)
     factor = jnp.where(step.stats > 0, weight_factor, 1)
-    weights = table.at[step.read_rows].get(mode="clip").astype(jnp.float32)
+    weights = _read_rows(table, step.read_rows).astype(jnp.float32)
     decayed = _round_to_bf16(weights * factor[:, None])
     new_rows = (decayed + change).astype(jnp.bfloat16)
     return _set_rows(table, step.write_rows, new_rows), _set_rows(row_state, step.write_rows, accum)
+
+
+def _read_rows(array: jax.Array, rows: jax.Array) -> jax.Array:
+    return array.at[rows].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def _set_rows(array: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
@@ -262,9 +266,10 @@ def _set_rows(array: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array
 
 
 def _wrap_ids(ids: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """Returns ids with negative ones counted from the end once, and which lie in the table."""
+    """Returns the rows that ids read, the nearest one for ids outside, and which ids lie inside."""
     rows = jnp.where(ids < 0, ids + num_rows, ids)
-    return rows, (rows >= 0) & (rows < num_rows)
+    nearest = jnp.clip(rows, 0, num_rows - 1)
+    return nearest, nearest == rows
 
 
 def _has_duplicates(rows: jax.Array, in_table: jax.Array, num_rows: int) -> jax.Array:
@@ -272,7 +277,7 @@ def _has_duplicates(rows: jax.Array, in_table: jax.Array, num_rows: int) -> jax.
     slots = jnp.arange(rows.shape[0], dtype=jnp.int32)
     marked = jnp.where(in_table, rows, num_rows)
     marks = jnp.zeros(num_rows, jnp.int32).at[marked].set(slots, mode="drop")
-    return jnp.any(in_table & (marks.at[marked].get(mode="clip") != slots))
+    return jnp.any(in_table & (_read_rows(marks, rows) != slots))
 
 
 def _exchange(slices: jax.Array, ctx: AsyncEmbContextHandle) -> jax.Array:
