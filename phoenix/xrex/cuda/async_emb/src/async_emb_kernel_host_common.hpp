@@ -3,9 +3,11 @@
 #pragma once
 
 #include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "phoenix/xrex/cuda/async_emb/src/bfloat16.hpp"
 #include "phoenix/xrex/cuda/async_emb/src/types.hpp"
@@ -59,6 +61,27 @@ ASYNC_EMB_INLINE void Prefetch(const void* address, std::int64_t bytes) {
   }
   // A row that is not aligned reaches into one more line.
   __builtin_prefetch(from + end - 1);
+}
+
+template <std::int64_t kValue>
+using Constant = std::integral_constant<std::int64_t, kValue>;
+
+// Calls `body` with the width, as a constant where it is a common short one, so
+// that its loops over columns are unrolled. `body` must be always_inline.
+template <typename Body>
+ASYNC_EMB_INLINE void WithWidth(std::int64_t width, const Body& body) {
+  switch (width) {
+    case 8:
+      return body(Constant<8>());
+    case 16:
+      return body(Constant<16>());
+    case 32:
+      return body(Constant<32>());
+    case 64:
+      return body(Constant<64>());
+    default:
+      return body(width);
+  }
 }
 
 // A run of the fixed order of sums.
@@ -116,8 +139,18 @@ class RunLevels {
   std::array<std::int64_t, kMaxLevels> counts_{};
 };
 
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define ASYNC_EMB_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#endif
+#endif
+#if !defined(ASYNC_EMB_SHUFFLE)  // GCC before 12
+#define ASYNC_EMB_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, U32{__VA_ARGS__})
+#endif
+
 // kLanes values side by side. Written out, since GCC ignores a vector size that
-// depends on a template's parameter.
+// depends on a template's parameter. Vectors are passed by reference, as there
+// is no convention to pass long ones by value without AVX.
 template <int kLanes>
 struct Lanes;
 
@@ -125,14 +158,43 @@ template <>
 struct Lanes<4> {
   using F32 = float __attribute__((vector_size(16)));
   using U32 = std::uint32_t __attribute__((vector_size(16)));
-  using U16 = std::uint16_t __attribute__((vector_size(8)));
+
+  // Of the 2 * kLanes values a, b: those at even and those at odd places. The
+  // results may overwrite a and b.
+  static ASYNC_EMB_INLINE void Split(const F32& a, const F32& b, F32& even,
+                                     F32& odd) {
+    const F32 left = a;
+    const F32 right = b;
+    even = ASYNC_EMB_SHUFFLE(left, right, 0, 2, 4, 6);
+    odd = ASYNC_EMB_SHUFFLE(left, right, 1, 3, 5, 7);
+  }
+
+  // The reverse of Split.
+  static ASYNC_EMB_INLINE void Join(const F32& even, const F32& odd, F32& a,
+                                    F32& b) {
+    a = ASYNC_EMB_SHUFFLE(even, odd, 0, 4, 1, 5);
+    b = ASYNC_EMB_SHUFFLE(even, odd, 2, 6, 3, 7);
+  }
 };
 
 template <>
 struct Lanes<8> {
   using F32 = float __attribute__((vector_size(32)));
   using U32 = std::uint32_t __attribute__((vector_size(32)));
-  using U16 = std::uint16_t __attribute__((vector_size(16)));
+
+  static ASYNC_EMB_INLINE void Split(const F32& a, const F32& b, F32& even,
+                                     F32& odd) {
+    const F32 left = a;
+    const F32 right = b;
+    even = ASYNC_EMB_SHUFFLE(left, right, 0, 2, 4, 6, 8, 10, 12, 14);
+    odd = ASYNC_EMB_SHUFFLE(left, right, 1, 3, 5, 7, 9, 11, 13, 15);
+  }
+
+  static ASYNC_EMB_INLINE void Join(const F32& even, const F32& odd, F32& a,
+                                    F32& b) {
+    a = ASYNC_EMB_SHUFFLE(even, odd, 0, 8, 1, 9, 2, 10, 3, 11);
+    b = ASYNC_EMB_SHUFFLE(even, odd, 4, 12, 5, 13, 6, 14, 7, 15);
+  }
 };
 
 template <typename Vector, typename Element>
@@ -145,15 +207,20 @@ ASYNC_EMB_INLINE void StoreLanes(const Vector& from, Element* to) {
   std::memcpy(to, &from, sizeof(Vector));
 }
 
-// Lane by lane Bf16ToFloat.
+// Bf16ToFloat of 2 * kLanes values, those at even and those at odd places
+// apart: that needs no shuffle.
 template <int kLanes>
-ASYNC_EMB_INLINE void LoadBf16(const Bf16Bits* from,
-                               typename Lanes<kLanes>::F32& to) {
+ASYNC_EMB_INLINE void LoadBf16Pairs(const Bf16Bits* from,
+                                    typename Lanes<kLanes>::F32& even,
+                                    typename Lanes<kLanes>::F32& odd) {
+  static_assert(std::endian::native == std::endian::little);
   using U32 = typename Lanes<kLanes>::U32;
-  typename Lanes<kLanes>::U16 halves;
-  LoadLanes(from, halves);
-  const U32 bits = __builtin_convertvector(halves, U32) << 16;
-  std::memcpy(&to, &bits, sizeof(to));
+  U32 pairs;
+  LoadLanes(from, pairs);
+  const U32 even_bits = pairs << 16;
+  const U32 odd_bits = pairs & 0xFFFF0000U;
+  std::memcpy(&even, &even_bits, sizeof(even));
+  std::memcpy(&odd, &odd_bits, sizeof(odd));
 }
 
 // Lane by lane FloatToBf16, in the upper half of each lane; the lower is 0.
@@ -164,28 +231,32 @@ ASYNC_EMB_INLINE void RoundLanes(const typename Lanes<kLanes>::F32& from,
   U32 bits;
   std::memcpy(&bits, &from, sizeof(bits));
   const U32 rounded = bits + 0x7FFFU + ((bits >> 16) & 1U);
-  const U32 nan = bits | (U32{} + (std::uint32_t{kBf16QuietNan} << 16));
-  const U32 sign_and_nan = nan & 0xFFC00000U;
-  to = (bits & 0x7FFFFFFFU) > 0x7F800000U ? sign_and_nan : rounded;
+  const U32 nan = (bits & 0x80000000U) | (std::uint32_t{kBf16QuietNan} << 16);
+  to = (bits & 0x7FFFFFFFU) > 0x7F800000U ? nan : rounded;
   to &= 0xFFFF0000U;
 }
 
-// Lane by lane RoundToBf16.
+// FloatToBf16 of 2 * kLanes values, even and odd places apart.
+template <int kLanes>
+ASYNC_EMB_INLINE void StoreBf16Pairs(const typename Lanes<kLanes>::F32& even,
+                                     const typename Lanes<kLanes>::F32& odd,
+                                     Bf16Bits* to) {
+  typename Lanes<kLanes>::U32 even_bits;
+  typename Lanes<kLanes>::U32 odd_bits;
+  RoundLanes<kLanes>(even, even_bits);
+  RoundLanes<kLanes>(odd, odd_bits);
+  StoreLanes(odd_bits | (even_bits >> 16), to);
+}
+
+// Lane by lane RoundToBf16, but a NaN stays the NaN that it is. The lower half
+// of its bits must be 0, as it is in one that comes from bfloat16 values.
 template <int kLanes>
 ASYNC_EMB_INLINE void RoundToBf16Lanes(typename Lanes<kLanes>::F32& value) {
   typename Lanes<kLanes>::U32 bits;
-  RoundLanes<kLanes>(value, bits);
+  std::memcpy(&bits, &value, sizeof(bits));
+  bits += 0x7FFFU + ((bits >> 16) & 1U);
+  bits &= 0xFFFF0000U;
   std::memcpy(&value, &bits, sizeof(value));
-}
-
-template <int kLanes>
-ASYNC_EMB_INLINE void StoreBf16(const typename Lanes<kLanes>::F32& from,
-                                Bf16Bits* to) {
-  using U16 = typename Lanes<kLanes>::U16;
-  typename Lanes<kLanes>::U32 bits;
-  RoundLanes<kLanes>(from, bits);
-  const U16 halves = __builtin_convertvector(bits >> 16, U16);
-  StoreLanes(halves, to);
 }
 
 }  // namespace xrex::async_emb::host_kernels

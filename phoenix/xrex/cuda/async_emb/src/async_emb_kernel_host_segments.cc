@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include "phoenix/xrex/cuda/async_emb/src/async_emb_kernel_host.hpp"
 #include "phoenix/xrex/cuda/async_emb/src/async_emb_kernel_host_common.hpp"
@@ -15,9 +16,6 @@ namespace {
 
 // Tokens between the one that is added and the one that is asked for.
 constexpr std::int64_t kTokensAhead = 16;
-
-// Values of a row whose squares are added at once.
-constexpr std::int64_t kTreeBlock = 16;
 
 // The kernel's scratch: floats first, both are 4 bytes.
 struct SumScratch {
@@ -60,26 +58,36 @@ void SortTokens(const SegmentSumArgs& args, const SumScratch& scratch) {
   }
 }
 
-// Adds kVectors * kLanes columns of the rows of `count` tokens, left to right.
+// Adds 2 * kVectors * kLanes columns of the rows of `count` tokens, left to
+// right.
 template <int kLanes, int kVectors>
 ASYNC_EMB_INLINE void SumColumns(const Bf16Bits* columns, std::int64_t width,
                                  const std::int32_t* tokens, std::int64_t count,
                                  float* out) {
   using F32 = typename Lanes<kLanes>::F32;
-  std::array<F32, kVectors> sums;
+  std::array<F32, kVectors> even_sums;
+  std::array<F32, kVectors> odd_sums;
   const Bf16Bits* row = columns + tokens[0] * width;
   for (int v = 0; v < kVectors; ++v) {
-    LoadBf16<kLanes>(row + v * kLanes, sums[v]);
+    LoadBf16Pairs<kLanes>(row + 2 * v * kLanes, even_sums[v], odd_sums[v]);
   }
   for (std::int64_t i = 1; i < count; ++i) {
     row = columns + tokens[i] * width;
     for (int v = 0; v < kVectors; ++v) {
-      F32 values;
-      LoadBf16<kLanes>(row + v * kLanes, values);
-      sums[v] += values;
+      F32 even;
+      F32 odd;
+      LoadBf16Pairs<kLanes>(row + 2 * v * kLanes, even, odd);
+      even_sums[v] += even;
+      odd_sums[v] += odd;
     }
   }
-  for (int v = 0; v < kVectors; ++v) StoreLanes(sums[v], out + v * kLanes);
+  for (int v = 0; v < kVectors; ++v) {
+    F32 left;
+    F32 right;
+    Lanes<kLanes>::Join(even_sums[v], odd_sums[v], left, right);
+    StoreLanes(left, out + 2 * v * kLanes);
+    StoreLanes(right, out + (2 * v + 1) * kLanes);
+  }
 }
 
 ASYNC_EMB_INLINE void SumColumn(const Bf16Bits* column, std::int64_t width,
@@ -92,23 +100,28 @@ ASYNC_EMB_INLINE void SumColumn(const Bf16Bits* column, std::int64_t width,
   *out = sum;
 }
 
-// out [width] = sum of the rows of a run of tokens.
+// out [width] = sum of the rows of a run of tokens. The last piece overlaps the
+// one before it where the width is no multiple: the same columns, the same
+// sums.
 template <int kLanes>
 ASYNC_EMB_INLINE void SumRun(const Bf16Bits* grads, std::int64_t width,
                              const std::int32_t* tokens, std::int64_t count,
                              float* out) {
-  constexpr int kVectors = 4;
+  constexpr std::int64_t kColumns = 2 * kLanes;
   std::int64_t c = 0;
-  for (; c + kVectors * kLanes <= width; c += kVectors * kLanes) {
-    SumColumns<kLanes, kVectors>(grads + c, width, tokens, count, out + c);
+  for (; c + 4 * kColumns <= width; c += 4 * kColumns) {
+    SumColumns<kLanes, 4>(grads + c, width, tokens, count, out + c);
   }
-  if (c + 2 * kLanes <= width) {
+  for (; c + 2 * kColumns <= width; c += 2 * kColumns) {
     SumColumns<kLanes, 2>(grads + c, width, tokens, count, out + c);
-    c += 2 * kLanes;
   }
-  if (c + kLanes <= width) {
+  for (; c < width && width >= kColumns; c += kColumns) {
+    c = std::min(c, width - kColumns);
     SumColumns<kLanes, 1>(grads + c, width, tokens, count, out + c);
-    c += kLanes;
+  }
+  for (; c < width && width >= 8; c += 8) {
+    c = std::min(c, width - 8);
+    SumColumns<4, 1>(grads + c, width, tokens, count, out + c);
   }
   for (; c < width; ++c) SumColumn(grads + c, width, tokens, count, out + c);
 }
@@ -118,7 +131,8 @@ template <int kLanes>
 ASYNC_EMB_INLINE void SquareRounded(const float* sums, std::int64_t width,
                                     float* squares) {
   std::int64_t c = 0;
-  for (; c + kLanes <= width; c += kLanes) {
+  for (; c < width && width >= kLanes; c += kLanes) {
+    c = std::min(c, width - kLanes);
     typename Lanes<kLanes>::F32 value;
     LoadLanes(sums + c, value);
     RoundToBf16Lanes<kLanes>(value);
@@ -131,16 +145,27 @@ ASYNC_EMB_INLINE void SquareRounded(const float* sums, std::int64_t width,
   }
 }
 
-// The pairwise tree over kTreeBlock values.
+// The pairwise tree over kVectors * kLanes values, both powers of two.
+template <int kLanes, int kVectors>
 ASYNC_EMB_INLINE float SumBlock(const float* values) {
-  std::array<float, kTreeBlock> level;
-  std::copy_n(values, kTreeBlock, level.data());
-  for (std::int64_t size = kTreeBlock / 2; size >= 1; size /= 2) {
-    for (std::int64_t i = 0; i < size; ++i) {
-      level[i] = level[2 * i] + level[2 * i + 1];
+  using F32 = typename Lanes<kLanes>::F32;
+  std::array<F32, kVectors> sums;
+  for (int v = 0; v < kVectors; ++v) LoadLanes(values + v * kLanes, sums[v]);
+  for (int size = kVectors / 2; size >= 1; size /= 2) {
+    for (int v = 0; v < size; ++v) {
+      F32 even;
+      F32 odd;
+      Lanes<kLanes>::Split(sums[2 * v], sums[2 * v + 1], even, odd);
+      sums[v] = even + odd;
     }
   }
-  return level[0];
+  for (int size = kLanes; size > 1; size /= 2) {
+    F32 even;
+    F32 odd;
+    Lanes<kLanes>::Split(sums[0], sums[0], even, odd);
+    sums[0] = even + odd;
+  }
+  return sums[0][0];
 }
 
 ASYNC_EMB_INLINE float SumLeaf(const float* values, std::int64_t count) {
@@ -151,17 +176,20 @@ ASYNC_EMB_INLINE float SumLeaf(const float* values, std::int64_t count) {
 
 // The sum of `width` = q * 2^m values, q odd: 2^m leaves of q values each,
 // which are added left to right, then the leaves pairwise, neighbours first.
+template <int kLanes>
 ASYNC_EMB_INLINE float SumTree(const float* values, std::int64_t width) {
+  constexpr std::int64_t kBlock = 2 * kLanes;
   const std::int64_t power = width & -width;
   const std::int64_t leaf_width = width / power;
-  const bool blocks = leaf_width == 1 && power >= kTreeBlock;
-  const std::int64_t step = blocks ? kTreeBlock : leaf_width;
+  const bool blocks = leaf_width == 1 && power >= kBlock;
+  const std::int64_t step = blocks ? kBlock : leaf_width;
   // Sums of complete subtrees that still miss their right neighbour.
   std::array<float, std::numeric_limits<std::int64_t>::digits> open;
   int num_open = 0;
   for (std::int64_t leaf = 0; leaf < width / step; ++leaf) {
     const float* begin = values + leaf * step;
-    float sum = blocks ? SumBlock(begin) : SumLeaf(begin, leaf_width);
+    float sum =
+        blocks ? SumBlock<kLanes, 2>(begin) : SumLeaf(begin, leaf_width);
     for (int n = std::countr_one(static_cast<std::uint64_t>(leaf)); n > 0;
          --n) {
       sum = open[--num_open] + sum;
@@ -169,6 +197,21 @@ ASYNC_EMB_INLINE float SumTree(const float* values, std::int64_t width) {
     open[num_open++] = sum;
   }
   return open[0];
+}
+
+// The sum over columns of f32(bf16(sums))^2. `width` is a std::int64_t or a
+// constant of that type, then a power of two.
+template <int kLanes, typename Width>
+ASYNC_EMB_INLINE float SumSquares(const float* sums, Width width,
+                                  float* squares) {
+  SquareRounded<kLanes>(sums, width, squares);
+  if constexpr (std::is_same_v<Width, std::int64_t>) {
+    return SumTree<kLanes>(squares, width);
+  } else if constexpr (Width::value >= kLanes) {
+    return SumBlock<kLanes, static_cast<int>(Width::value) / kLanes>(squares);
+  } else {
+    return SumBlock<4, static_cast<int>(Width::value) / 4>(squares);
+  }
 }
 
 template <int kLanes>
@@ -186,35 +229,43 @@ ASYNC_EMB_INLINE void SumLongSegment(const SegmentSumArgs& args,
               static_cast<std::size_t>(args.width) * sizeof(float));
 }
 
-template <int kLanes>
+template <int kLanes, typename Width>
 ASYNC_EMB_INLINE void SumSortedSegments(const SegmentSumArgs& args,
-                                        const SumScratch& scratch) {
+                                        const SumScratch& scratch,
+                                        Width width) {
   const std::int64_t num_used = scratch.ends[args.num_unique - 1];
   std::int64_t begin = 0;
   std::int64_t asked = 0;
   for (std::int64_t u = 0; u < args.num_unique; ++u) {
     const std::int64_t end = scratch.ends[u];
-    float* out = args.accum + u * args.width;
+    float* out = args.accum + u * width;
     if (begin == end) {
-      std::fill_n(out, args.width, 0.0F);
+      std::fill_n(out, static_cast<std::int64_t>(width), 0.0F);
       args.partial_stats[u] = 0.0F;
       continue;
     }
     for (; asked < std::min(end + kTokensAhead, num_used); ++asked) {
-      Prefetch(args.grads + scratch.order[asked] * args.width,
-               args.width * std::int64_t{sizeof(Bf16Bits)});
+      Prefetch(args.grads + scratch.order[asked] * width,
+               width * std::int64_t{sizeof(Bf16Bits)});
     }
     const std::int32_t* tokens = scratch.order + begin;
     const std::int64_t count = end - begin;
     if (count <= kRunLength) {
-      SumRun<kLanes>(args.grads, args.width, tokens, count, out);
+      SumRun<kLanes>(args.grads, width, tokens, count, out);
     } else {
       SumLongSegment<kLanes>(args, scratch, tokens, count, out);
     }
-    SquareRounded<kLanes>(out, args.width, scratch.squares);
-    args.partial_stats[u] = SumTree(scratch.squares, args.width);
+    args.partial_stats[u] = SumSquares<kLanes>(out, width, scratch.squares);
     begin = end;
   }
+}
+
+template <int kLanes>
+ASYNC_EMB_INLINE void SumSortedSegments(const SegmentSumArgs& args,
+                                        const SumScratch& scratch) {
+  WithWidth(args.width, [&](auto width) __attribute__((always_inline)) {
+    SumSortedSegments<kLanes>(args, scratch, width);
+  });
 }
 
 ASYNC_EMB_AVX2 void SumSortedSegmentsAvx2(const SegmentSumArgs& args,

@@ -197,8 +197,10 @@ class StateUpdater {
     float& state = args_.row_state[slot.row];
     state = state * decay + squares * inverse_width_;
     slot.weight_decay = squares > 0.0F ? weight_decay : 1.0F;
-    slot.scale = -args_.scalars->learning_rate *
-                 (1.0F / (std::sqrt(state) + args_.params.eps));
+    const float scale = -args_.scalars->learning_rate *
+                        (1.0F / (std::sqrt(state) + args_.params.eps));
+    // RoundToBf16Lanes asks for a NaN without lower bits.
+    slot.scale = std::isnan(scale) ? RoundToBf16(scale) : scale;
   }
 
  private:
@@ -216,23 +218,39 @@ class StateUpdater {
   Decay weight_decay_;
 };
 
+// value = f32(bf16(value * weight_decay)) + f32(bf16(scale * f32(bf16(sum)))).
+// A valid step has finite sums.
 template <int kLanes>
-ASYNC_EMB_INLINE void UpdateColumns(const float* sums, const SlotUpdate& slot,
-                                    Bf16Bits* columns) {
-  typename Lanes<kLanes>::F32 change;
-  LoadLanes(sums, change);
-  RoundToBf16Lanes<kLanes>(change);
-  change = slot.scale * change;
-  RoundToBf16Lanes<kLanes>(change);
-  typename Lanes<kLanes>::F32 value;
-  LoadBf16<kLanes>(columns, value);
+ASYNC_EMB_INLINE void UpdateLanes(const SlotUpdate& slot,
+                                  typename Lanes<kLanes>::F32& sum,
+                                  typename Lanes<kLanes>::F32& value) {
+  RoundToBf16Lanes<kLanes>(sum);
+  sum = slot.scale * sum;
+  RoundToBf16Lanes<kLanes>(sum);
   value = value * slot.weight_decay;
   RoundToBf16Lanes<kLanes>(value);
-  value = value + change;
-  StoreBf16<kLanes>(value, columns);
+  value = value + sum;
 }
 
-ASYNC_EMB_INLINE void UpdateColumn(float sum, const SlotUpdate& slot,
+// Updates 2 * kLanes columns.
+template <int kLanes>
+ASYNC_EMB_INLINE void UpdateColumns(const SlotUpdate& slot, const float* sums,
+                                    Bf16Bits* columns) {
+  using F32 = typename Lanes<kLanes>::F32;
+  F32 even_sums;
+  F32 odd_sums;
+  LoadLanes(sums, even_sums);
+  LoadLanes(sums + kLanes, odd_sums);
+  Lanes<kLanes>::Split(even_sums, odd_sums, even_sums, odd_sums);
+  F32 even;
+  F32 odd;
+  LoadBf16Pairs<kLanes>(columns, even, odd);
+  UpdateLanes<kLanes>(slot, even_sums, even);
+  UpdateLanes<kLanes>(slot, odd_sums, odd);
+  StoreBf16Pairs<kLanes>(even, odd, columns);
+}
+
+ASYNC_EMB_INLINE void UpdateColumn(const SlotUpdate& slot, float sum,
                                    Bf16Bits& column) {
   const float change = RoundToBf16(slot.scale * RoundToBf16(sum));
   const float value = RoundToBf16(Bf16ToFloat(column) * slot.weight_decay);
@@ -240,20 +258,33 @@ ASYNC_EMB_INLINE void UpdateColumn(float sum, const SlotUpdate& slot,
 }
 
 template <int kLanes>
-ASYNC_EMB_INLINE void UpdateRow(const ApplyArgs& args, const SlotUpdate& slot) {
-  const float* sums = args.accum + slot.slot * args.width;
-  Bf16Bits* row = args.table + slot.row * args.width;
+ASYNC_EMB_INLINE void UpdateRow(const SlotUpdate& slot, std::int64_t width,
+                                const float* sums, Bf16Bits* row) {
   std::int64_t c = 0;
-  for (; c + kLanes <= args.width; c += kLanes) {
-    UpdateColumns<kLanes>(sums + c, slot, row + c);
+  for (; c + 2 * kLanes <= width; c += 2 * kLanes) {
+    UpdateColumns<kLanes>(slot, sums + c, row + c);
   }
-  for (; c < args.width; ++c) UpdateColumn(sums[c], slot, row[c]);
+  for (; c + 8 <= width; c += 8) UpdateColumns<4>(slot, sums + c, row + c);
+  for (; c < width; ++c) UpdateColumn(slot, sums[c], row[c]);
+}
+
+// `width` is a std::int64_t or a constant of that type.
+template <int kLanes, typename Width>
+ASYNC_EMB_INLINE void UpdateRows(const ApplyArgs& args, const SlotBlock& block,
+                                 std::int64_t count, Width width) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    const SlotUpdate& slot = block[i];
+    UpdateRow<kLanes>(slot, width, args.accum + slot.slot * width,
+                      args.table + slot.row * width);
+  }
 }
 
 template <int kLanes>
 ASYNC_EMB_INLINE void UpdateBlock(const ApplyArgs& args, const SlotBlock& block,
                                   std::int64_t count) {
-  for (std::int64_t i = 0; i < count; ++i) UpdateRow<kLanes>(args, block[i]);
+  WithWidth(args.width, [&](auto width) __attribute__((always_inline)) {
+    UpdateRows<kLanes>(args, block, count, width);
+  });
 }
 
 ASYNC_EMB_AVX2 void UpdateBlockAvx2(const ApplyArgs& args,
