@@ -8,13 +8,14 @@ plain JAX nothing is in flight: the start computes the result and its pin carrie
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax.sharding import PartitionSpec
 
 from xrex.cuda.async_emb import async_emb, plain_jax
-from xrex.cuda.async_emb.async_emb import AsyncEmbContextHandle
+from xrex.cuda.async_emb.async_emb import AsyncEmbContextHandle, RankStats
 from xrex.optimizers.recsys import EmbeddingOptimizer, GradientUpdate, UpdateResult
 from xrex.train.plain_update import plain_update
 from xrex.utils import recsys_async_emb_lookup as lookups
@@ -76,6 +77,10 @@ class EmbeddingEngine(Protocol):
 
     def check(self) -> None:
         """Raises the RuntimeError that the engine failed with, if it did."""
+        ...
+
+    def counters(self) -> Mapping[int, RankStats]:
+        """Counters of the local ranks, by rank."""
         ...
 
     def abort(self) -> None:
@@ -143,6 +148,10 @@ class NativeEngine:
     def check(self) -> None:
         """See `EmbeddingEngine`."""
         async_emb.check(self.ctx)
+
+    def counters(self) -> Mapping[int, RankStats]:
+        """See `EmbeddingEngine`."""
+        return async_emb.stats(self.ctx)
 
     def abort(self) -> None:
         """See `EmbeddingEngine`."""
@@ -221,6 +230,10 @@ class PlainEngine:
 
     def check(self) -> None:
         """See `EmbeddingEngine`. Plain JAX reports its own failures."""
+
+    def counters(self) -> Mapping[int, RankStats]:
+        """See `EmbeddingEngine`. Nothing is counted."""
+        return {}
 
     def abort(self) -> None:
         """See `EmbeddingEngine`. Nothing is ever in flight."""

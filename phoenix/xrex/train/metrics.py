@@ -7,7 +7,6 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from types import TracebackType
 from typing import IO
 
 import numpy as np
@@ -97,13 +96,6 @@ class MetricsFile:
         self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()
 
-    def __enter__(self) -> MetricsFile:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Closes the file."""
         self._file.close()

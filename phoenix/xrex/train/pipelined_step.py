@@ -19,12 +19,13 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
 import jax
 
+from xrex.cuda.async_emb.async_emb import RankStats
 from xrex.train.engines import EmbeddingEngine, select_engine
 from xrex.train.pipeline_programs import Deferred, PipelinePrograms, nothing_deferred
 from xrex.train.prepared_batch import PreparedBatch, check_loss, prepare_batch
@@ -190,6 +191,10 @@ class PipelinedTrainStep:
                 state = state._replace(table=table)
                 self._wait_for_oldest(loss)
             return state, loss, aux
+
+    def counters(self) -> Mapping[int, RankStats]:
+        """The engine's counters by rank, since it was opened; empty on the plain JAX path."""
+        return self._engine.counters()
 
     def abort(self) -> None:
         """Ends the exchange at once. Safe from any thread, and twice.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
+from xrex.cuda.async_emb.async_emb import RankStats
 from xrex.optimizers.recsys import GradientUpdate
 from xrex.train.engines import PlainEngine
 from xrex.train.evaluation import EvaluationProgram, evaluation_program
@@ -62,6 +64,10 @@ class SynchronousTrainStep:
         table, loss, aux = self._evaluate(state.table, state.dense_params, prepared.arrays)
         loss.block_until_ready()
         return state._replace(table=table), loss, aux
+
+    def counters(self) -> Mapping[int, RankStats]:
+        """No counters: see `PipelinedTrainStep.counters`."""
+        return {}
 
     def close(self) -> None:
         """Does nothing: nothing is ever open."""

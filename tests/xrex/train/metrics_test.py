@@ -74,13 +74,15 @@ def test_running_auc_of_nothing_is_nan() -> None:
 
 def test_metrics_file_appends_a_line_per_record(tmp_path: Path) -> None:
     for step in (1, 2):
-        with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
-            metrics.write({"step": step, "loss": 0.5})
+        metrics = MetricsFile(tmp_path / "metrics.jsonl")
+        metrics.write({"step": step, "loss": 0.5})
+        metrics.close()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 
 def test_metrics_file_writes_non_finite_numbers_as_null(tmp_path: Path) -> None:
-    with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
-        metrics.write({"auc": math.nan})
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.write({"auc": math.nan})
+    metrics.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"auc": None}
