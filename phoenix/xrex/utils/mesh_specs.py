@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from xrex.cuda.async_emb import async_emb
 from xrex.cuda.async_emb.async_emb import AsyncEmbContextHandle
@@ -29,7 +29,19 @@ def gate_arrays_and_specs(gate: Any, specs: Any, ctx: AsyncEmbContextHandle) -> 
     arrays = jax.tree.map(jnp.asarray, gate)
     if specs is None:
         specs = jax.tree.map(lambda x: _default_spec(x, ctx), arrays)
+        arrays = jax.tree.map(lambda x, spec: placed(x, spec, ctx), arrays, specs)
     return arrays, specs
+
+
+def placed(x: jax.Array, spec: PartitionSpec, ctx: AsyncEmbContextHandle) -> jax.Array:
+    """Returns `x`, put on the context's mesh if that is Explicit and `x` is on no mesh yet.
+
+    On an Explicit mesh shard_map wants its arguments where its specs say; constants and arrays from
+    the host lie nowhere.
+    """
+    if _is_explicit(ctx.mesh) and jax.typeof(x).sharding.mesh.empty:
+        return jax.device_put(x, NamedSharding(ctx.mesh, spec))
+    return x
 
 
 def single_gate(gate: Any, ctx: AsyncEmbContextHandle) -> jax.Array:
@@ -42,8 +54,7 @@ def single_gate(gate: Any, ctx: AsyncEmbContextHandle) -> jax.Array:
 
 def _default_spec(x: jax.Array, ctx: AsyncEmbContextHandle) -> PartitionSpec:
     sharding = jax.typeof(x).sharding
-    axis_types = sharding.mesh.axis_types
-    if axis_types and all(kind == AxisType.Explicit for kind in axis_types):
+    if _is_explicit(sharding.mesh):
         return sharding.spec
     if x.ndim == 0:
         return PartitionSpec()
@@ -54,3 +65,7 @@ def _default_spec(x: jax.Array, ctx: AsyncEmbContextHandle) -> PartitionSpec:
             "example gate_specs=PartitionSpec() if it is replicated"
         )
     return ctx.tokens_spec
+
+
+def _is_explicit(mesh: Mesh | AbstractMesh) -> bool:
+    return bool(mesh.axis_types) and all(kind == AxisType.Explicit for kind in mesh.axis_types)

@@ -58,6 +58,7 @@ def lookup_start(
         ImportError: the native module is not built.
     """
     gate, gate_specs = mesh_specs.gate_arrays_and_specs(gate, gate_specs, ctx)
+    token_ids = operands.clamp_ids("lookup_start", token_ids)
 
     def per_rank(token_ids: jax.Array, table: jax.Array, gate: Any) -> tuple[jax.Array, jax.Array]:
         gate = mesh_specs.single_gate(gate, ctx)
@@ -68,7 +69,7 @@ def lookup_start(
         mesh=ctx.mesh,
         in_specs=(ctx.tokens_spec, ctx.table_spec, gate_specs),
         out_specs=(ctx.table_spec, ctx.tokens_spec),
-    )(operands.clamp_ids("lookup_start", token_ids), table, gate)
+    )(mesh_specs.placed(token_ids, ctx.tokens_spec, ctx), table, gate)
 
 
 def lookup_done(

@@ -115,7 +115,8 @@ class EmbeddingOptimizer[State](Protocol):
         """Starts an update and returns at once.
 
         Args:
-            update: the gradients. Donate it, or it is copied.
+            update: the gradients. They are copied unless they are donated to the program and it
+                returns an array of the same shape and dtype, such as the next step's gradients.
             table: bfloat16 [V, W]. Donate it, or it is copied.
             state: the optimizer's state. Donate it, or it is copied.
             gate: pytree of arrays; the update starts after all are available.
