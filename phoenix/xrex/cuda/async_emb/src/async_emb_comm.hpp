@@ -137,6 +137,8 @@ class AsyncEmbContext {
  private:
   // One pipeline's share of what the side stream uses.
   struct Lane {
+    explicit Lane(Pipeline pipeline) : guard(pipeline) {}
+
     StepGuard guard;
     std::unique_ptr<Event> armed;      // the caller's inputs are there
     std::unique_ptr<Event> completed;  // the step has left the side stream
@@ -148,7 +150,8 @@ class AsyncEmbContext {
 
     std::unique_ptr<Device> device;
     std::shared_ptr<std::byte> arena;
-    std::array<Lane, kNumPipelines> lanes;
+    std::array<Lane, kNumPipelines> lanes{
+        {Lane(Pipeline::kLookup), Lane(Pipeline::kUpdate)}};
     StepGuard
         never_armed;  // always failed: stands in for a step that was not armed
     std::unique_ptr<Stream> stream;

@@ -53,11 +53,17 @@ class Event {
 // caller's output.
 class StepGuard {
  public:
+  explicit StepGuard(Pipeline pipeline = Pipeline::kLookup)
+      : pipeline_(pipeline) {}
+
+  // Whose steps these are: exchanges of different pipelines never match.
+  Pipeline pipeline() const { return pipeline_; }
   void Reset() { failed_.store(false, std::memory_order_release); }
   void Fail() { failed_.store(true, std::memory_order_release); }
   bool failed() const { return failed_.load(std::memory_order_acquire); }
 
  private:
+  const Pipeline pipeline_;
   std::atomic<bool> failed_{false};
 };
 

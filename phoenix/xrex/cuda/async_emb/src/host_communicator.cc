@@ -6,6 +6,7 @@
 #include "phoenix/xrex/cuda/async_emb/src/async_emb_kernel_host.hpp"
 #include "phoenix/xrex/cuda/async_emb/src/errors.hpp"
 #include "phoenix/xrex/cuda/async_emb/src/host_device.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/str_cat.hpp"
 
 namespace xrex::async_emb {
 
@@ -84,17 +85,20 @@ void HostCommunicator::Exchange(StreamRef stream, StepGuard& guard,
                                 std::string_view operation, std::size_t bytes,
                                 const void* send,
                                 std::function<void(const Offers&)> receive) {
-  HostStream::RunOn(stream, [rendezvous = rendezvous(), rank = rank_,
-                             arena = arena_, &guard, operation, bytes, send,
-                             receive = std::move(receive)] {
-    if (guard.failed()) return;
-    const auto offers = rendezvous->Meet(rank, operation, bytes, {send, arena});
-    if (offers) {
-      receive(*offers);
-    } else {
-      guard.Fail();
-    }
-  });
+  HostStream::RunOn(
+      stream,
+      [rendezvous = rendezvous(), rank = rank_, arena = arena_, &guard,
+       operation = StrCat(PipelineName(guard.pipeline()), " ", operation),
+       bytes, send, receive = std::move(receive)] {
+        if (guard.failed()) return;
+        const auto offers =
+            rendezvous->Meet(rank, operation, bytes, {send, arena});
+        if (offers) {
+          receive(*offers);
+        } else {
+          guard.Fail();
+        }
+      });
 }
 
 std::optional<std::string> HostCommunicator::PollError() const {
