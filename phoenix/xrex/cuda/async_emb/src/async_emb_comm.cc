@@ -129,6 +129,10 @@ void AsyncEmbContext::Abort(std::string_view reason) {
 }
 
 bool AsyncEmbContext::AwaitQuiet() {
+  // Until a start has enqueued its step, the event tells of the step before.
+  {
+    std::lock_guard arm(arm_mutex_);
+  }
   return std::all_of(
       engine_->lanes.begin(), engine_->lanes.end(),
       [](const Lane& lane) { return lane.completed->WaitFor(kTeardownLimit); });
