@@ -39,7 +39,33 @@ OutOfRange ParseOutOfRange(const std::string& text) {
 
 // The table's bits: nanobind has no bfloat16 of NumPy's.
 Bf16Array Bits(const nb::object& table) {
-  return nb::cast<Bf16Array>(table.attr("view")("uint16"));
+  std::string dtype = "no NumPy array";
+  if (nb::hasattr(table, "dtype"))
+    dtype = nb::cast<std::string>(table.attr("dtype").attr("name"));
+  Bf16Array bits;
+  if ((dtype == "bfloat16" || dtype == "uint16") &&
+      nb::try_cast(nb::object(table.attr("view")("uint16")), bits) &&
+      bits.shape(0) > 0) {
+    return bits;
+  }
+  throw AsyncEmbError(
+      ErrorCode::kInvalidArgument,
+      StrCat(
+          "async_emb: arm_lookup needs a table bf16[V, w] of at least one "
+          "row, got ",
+          dtype,
+          " or another shape: give a NumPy array of bfloat16, or of its bits "
+          "as uint16"));
+}
+
+// Calls `call` on the context without the GIL.
+template <typename Call>
+auto WithoutGil(const PyContext& self, const Call& call) {
+  std::shared_ptr<AsyncEmbContext> found = self.get();
+  nb::gil_scoped_release release;
+  // Let go before the GIL is taken back: it may be the last reference.
+  const std::shared_ptr<AsyncEmbContext> context = std::move(found);
+  return call(*context);
 }
 
 // A NumPy bfloat16 array [rows, columns] that owns a copy of the bits.
@@ -85,11 +111,10 @@ std::shared_ptr<PyContext> MakeContext(
 
 std::vector<nb::bytes> Reset(const PyContext& self, std::int32_t rank,
                              std::int32_t world_size) {
-  std::vector<std::string> payloads;
-  {
-    nb::gil_scoped_release release;
-    payloads = self.get()->Reset(rank, world_size);
-  }
+  const std::vector<std::string> payloads =
+      WithoutGil(self, [&](AsyncEmbContext& context) {
+        return context.Reset(rank, world_size);
+      });
   std::vector<nb::bytes> made;
   made.reserve(payloads.size());
   for (const std::string& payload : payloads)
@@ -102,16 +127,13 @@ void Handshake(const PyContext& self, const std::vector<nb::bytes>& payloads) {
   copies.reserve(payloads.size());
   for (const nb::bytes& payload : payloads)
     copies.emplace_back(payload.c_str(), payload.size());
-  nb::gil_scoped_release release;
-  self.get()->Handshake(copies);
+  WithoutGil(self,
+             [&](AsyncEmbContext& context) { context.Handshake(copies); });
 }
 
 nb::bytes Snapshot(const PyContext& self, const std::string& region) {
-  std::string bytes;
-  {
-    nb::gil_scoped_release release;
-    bytes = self.get()->Snapshot(region);
-  }
+  const std::string bytes = WithoutGil(
+      self, [&](AsyncEmbContext& context) { return context.Snapshot(region); });
   return nb::bytes(bytes.data(), bytes.size());
 }
 
@@ -147,20 +169,24 @@ void BindLifeCycle(nb::class_<PyContext>& type) {
 }
 
 void BindSteps(nb::class_<PyContext>& type) {
-  const auto release = nb::call_guard<nb::gil_scoped_release>();
-  type.def("arm_lookup", &PyContext::ArmLookup, "ids"_a, "table"_a,
+  type.def("arm_lookup", &PyContext::ArmLookup, "ids"_a.noconvert(), "table"_a,
            "Arms a lookup of ids i32 [T] in table bfloat16 [V, w]; returns the "
            "step's number.")
       .def("consume_lookup", &PyContext::ConsumeLookup,
            "Waits for the armed lookup; returns embeddings bfloat16 [T, W].")
       .def(
           "wait_step_ready",
-          [](const PyContext& self) { return self.get()->WaitStepReady(); },
-          release,
+          [](const PyContext& self) {
+            return WithoutGil(
+                self, [](AsyncEmbContext& c) { return c.WaitStepReady(); });
+          },
           "Waits for the latest lookup step; 0 if none was ever armed.")
       .def(
-          "drain", [](const PyContext& self) { return self.get()->Drain(); },
-          release,
+          "drain",
+          [](const PyContext& self) {
+            return WithoutGil(self,
+                              [](AsyncEmbContext& c) { return c.Drain(); });
+          },
           "Waits for the latest step of both pipelines; 0 if none was ever "
           "armed.")
       .def("snapshot", &Snapshot, "region"_a,
@@ -203,7 +229,7 @@ void BindProperties(nb::class_<PyContext>& type) {
 
 }  // namespace
 
-const std::shared_ptr<AsyncEmbContext>& PyContext::get() const {
+std::shared_ptr<AsyncEmbContext> PyContext::get() const {
   if (context_ == nullptr) {
     throw AsyncEmbError(ErrorCode::kFailedPrecondition,
                         "async_emb: the context is closed: make a new one");
@@ -212,21 +238,22 @@ const std::shared_ptr<AsyncEmbContext>& PyContext::get() const {
 }
 
 void PyContext::Close() {
-  if (context_ == nullptr) return;
+  std::shared_ptr<AsyncEmbContext> context = std::move(context_);
+  if (context == nullptr) return;
   {
     nb::gil_scoped_release release;
     if (table_) {
-      context_->Abort("the context was closed with a lookup armed");
-      context_->AwaitQuiet();
+      context->Abort("the context was closed with a lookup armed");
+      context->AwaitQuiet();
     }
-    context_.reset();
+    context.reset();
   }
   table_.reset();
 }
 
 std::int64_t PyContext::ArmLookup(const IdArray& ids, const nb::object& table) {
-  AsyncEmbContext& context = RequireHost();
-  const PipelineSpec& spec = context.spec();
+  const std::shared_ptr<AsyncEmbContext> context = RequireHost();
+  const PipelineSpec& spec = context->spec();
   Bf16Array bits = Bits(table);
   if (ids.shape(0) != static_cast<std::size_t>(spec.tokens_per_rank) ||
       bits.shape(1) != static_cast<std::size_t>(spec.shard_width)) {
@@ -239,38 +266,39 @@ std::int64_t PyContext::ArmLookup(const IdArray& ids, const nb::object& table) {
   }
   {
     nb::gil_scoped_release release;
-    context.StartLookup(
+    context->StartLookup(
         StreamRef{}, {.ids = ids.data(),
                       .table = bits.data(),
                       .vocab_rows = static_cast<std::int64_t>(bits.shape(0))});
   }
   table_ = std::move(bits);
-  return context.stats()
+  context->Check();  // on a failed context nothing was armed
+  return context->stats()
       .steps_armed[static_cast<std::size_t>(Pipeline::kLookup)];
 }
 
 nb::object PyContext::ConsumeLookup() {
-  AsyncEmbContext& context = RequireHost();
-  const auto rows = static_cast<std::size_t>(context.spec().tokens_per_rank);
-  const auto columns = static_cast<std::size_t>(context.spec().emb_width);
+  const std::shared_ptr<AsyncEmbContext> context = RequireHost();
+  const auto rows = static_cast<std::size_t>(context->spec().tokens_per_rank);
+  const auto columns = static_cast<std::size_t>(context->spec().emb_width);
   std::vector<Bf16Bits> embeddings(rows * columns);
   {
     nb::gil_scoped_release release;
-    context.FinishLookup(StreamRef{}, embeddings.data());
+    context->FinishLookup(StreamRef{}, embeddings.data());
   }
   table_.reset();
   return ToBfloat16(embeddings, rows, columns);
 }
 
-AsyncEmbContext& PyContext::RequireHost() const {
-  AsyncEmbContext& context = *get();
-  if (context.platform() == "cpu") return context;
+std::shared_ptr<AsyncEmbContext> PyContext::RequireHost() const {
+  std::shared_ptr<AsyncEmbContext> context = get();
+  if (context->platform() == "cpu") return context;
   throw AsyncEmbError(
       ErrorCode::kInvalidArgument,
       StrCat(
           "async_emb: arm_lookup and consume_lookup work on the host backend "
           "only, this context is for ",
-          context.platform(), ": call the steps from a JAX program"));
+          context->platform(), ": call the steps from a JAX program"));
 }
 
 void BindContext(nb::module_& module) {

@@ -28,17 +28,19 @@ class PyContext {
   PyContext(const PyContext&) = delete;
   PyContext& operator=(const PyContext&) = delete;
 
-  // Throws kFailedPrecondition after Close.
-  const std::shared_ptr<AsyncEmbContext>& get() const;
+  // Throws kFailedPrecondition after Close. To be called with the GIL; the
+  // reference keeps the context for a caller that then lets the GIL go.
+  std::shared_ptr<AsyncEmbContext> get() const;
 
-  // Ends a lookup that is armed, then lets the context go. Any number of times.
+  // Ends a lookup that is armed, then lets the context go; calls under way in
+  // other threads end on their own references. Any number of times.
   void Close();
 
   std::int64_t ArmLookup(const IdArray& ids, const nanobind::object& table);
   nanobind::object ConsumeLookup();
 
  private:
-  AsyncEmbContext& RequireHost() const;
+  std::shared_ptr<AsyncEmbContext> RequireHost() const;
 
   std::optional<Bf16Array> table_;  // of the lookup that is armed
   std::shared_ptr<AsyncEmbContext> context_;
