@@ -67,7 +67,7 @@ void FfiCall::CheckBuffer(const ffi::AnyBuffer& buffer, const char* kind,
   const auto came = buffer.dimensions();
   bool fits = buffer.element_type() == dtype && came.size() == dims.size();
   for (std::size_t i = 0; fits && i < dims.size(); ++i) {
-    fits = dims[i] == kAnySize || dims[i] == came[i];
+    fits = dims[i] == kAnySize ? came[i] > 0 : came[i] == dims[i];
   }
   if (fits) return;
   Throw(StrCat(kind, " ", what, " must be ", ShapeName(dtype, dims), ", got ",

@@ -13,7 +13,7 @@
 
 namespace xrex::async_emb {
 
-// A dimension that may have any size.
+// A dimension that may have any size from 1.
 inline constexpr std::int64_t kAnySize = -1;
 
 class FfiCall {
