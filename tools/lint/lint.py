@@ -18,7 +18,7 @@ from tools.lint import source_rules
 CC_SUFFIXES = frozenset([".cc", ".cu", ".cuh", ".h", ".hpp"])
 BAZEL_NAMES = frozenset(["BUILD", "BUILD.bazel", "MODULE.bazel"])
 BAZEL_SUFFIXES = frozenset([".BUILD", ".bzl"])
-PYTHON_FOLDERS = ("benchmarks", "phoenix", "tests", "third_party", "tools")
+PYTHON_FOLDERS = ("benchmarks", "examples", "phoenix", "tests", "third_party", "tools")
 
 # A tool that is not there on this machine exits with this code.
 SKIPPED = 77
