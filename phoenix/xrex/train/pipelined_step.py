@@ -19,7 +19,7 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -51,30 +51,48 @@ class TrainStepError(RuntimeError):
 
 @dataclasses.dataclass
 class _Pipeline:
-    """What is between two steps: the armed lookup, the table it reads, the deferred gradients."""
+    """What is between two steps: the armed lookup, the table it reads, the deferred gradients.
+
+    `running` holds a result of each program that nobody has waited for yet.
+    """
 
     engine: EmbeddingEngine
     armed: PreparedBatch | None = None
     pin: jax.Array | None = None
     table: jax.Array | None = None
     deferred: Deferred | None = None
+    running: collections.deque[jax.Array] = dataclasses.field(default_factory=collections.deque)
 
     def arm(self, batch: PreparedBatch | None, pin: jax.Array | None, table: jax.Array) -> None:
         """Notes a started lookup; the reference keeps the table while the lookup reads it."""
         self.armed, self.pin, self.table = batch, pin, table if batch is not None else None
 
+    def started(self, result: jax.Array) -> None:
+        """Notes a started program, and waits for an old one if too many are running."""
+        self.running.append(result)
+        if len(self.running) > MAX_STEPS_IN_FLIGHT:
+            self.running.popleft().block_until_ready()
+
+    def wait(self) -> None:
+        """Waits for all programs, whether they fail or not."""
+        while self.running:
+            with contextlib.suppress(Exception):  # seen by whoever uses the result
+                self.running.popleft().block_until_ready()
+
     def end(self) -> None:
-        """Ends the exchange, and only then lets the table go. Leaves the deferred gradients."""
+        """Ends the exchange, and only then lets the table go. Leaves the deferred gradients.
+
+        Programs end by themselves: the engine is there, if only to fail them.
+        """
+        self.wait()
         if self.pin is not None:
-            with contextlib.suppress(Exception):  # the failure that brought us here
-                self.pin.block_until_ready()
+            self.engine.abort()  # a lookup that no program will take
         self.engine.close()
         self.armed = self.pin = self.table = None
 
     def end_at_exit(self) -> None:
         """Ends what a forgotten step object left in flight."""
-        if self.pin is not None:
-            self.engine.abort()
+        if self.pin is not None or self.running:
             self.end()
 
 
@@ -91,7 +109,6 @@ class PipelinedTrainStep:
         self._setup = setup
         self._engine = engine or select_engine(setup.ctx)
         self._pipeline = _Pipeline(self._engine)
-        self._window: collections.deque[jax.Array] = collections.deque()
         self._lock = threading.RLock()
         self._programs: PipelinePrograms | None = None
         self._at_exit = weakref.finalize(self, self._pipeline.end_at_exit)
@@ -133,7 +150,7 @@ class PipelinedTrainStep:
                     state, deferred, self._pipeline.pin, current.arrays, next_ids
                 )
                 self._pipeline.arm(following, pin, state.table)
-                self._wait_for_oldest(metrics.norm)
+                self._pipeline.started(metrics.norm)
             self._raise_if_failed(state)
             return state, metrics
 
@@ -155,13 +172,11 @@ class PipelinedTrainStep:
             with self._ending_on_error():
                 if self._pipeline.pin is not None:
                     table = self._programs.discard(state.table, self._pipeline.pin)
-                    state = state._replace(table=table)
+                    state = state._replace(table=table.block_until_ready())
                     self._pipeline.arm(None, None, table)
                 state = self._apply_deferred(self._programs, state)
-                jax.block_until_ready(state)
-                self._engine.settle()
-                self._window.clear()
-            self._raise_if_failed(state)
+                self._pipeline.wait()
+            self._raise_if_failed(state, self._engine.settle)
             return state
 
     def evaluate(self, state: TrainState, batch: Any) -> tuple[TrainState, jax.Array, Any]:
@@ -174,6 +189,7 @@ class PipelinedTrainStep:
           RuntimeError: the pipeline is not at rest; `flush` first.
           TypeError: the batch is malformed.
           ValueError: likewise.
+          TrainStepError: the engine failed; the error holds the state to go on with.
         """
         with self._lock:
             if self._pipeline.pin is not None or self._pipeline.deferred is not None:
@@ -181,6 +197,7 @@ class PipelinedTrainStep:
                     "evaluate was called in the middle of the pipeline; call flush(state) first, "
                     "so that the table has seen every update"
                 )
+            self._raise_if_failed(state)
             prepared = prepare_batch(self._setup, batch)
             programs = self._programs_for(state, prepared)
             with self._ending_on_error():
@@ -189,7 +206,8 @@ class PipelinedTrainStep:
                     state.table, state.dense_params, prepared.arrays
                 )
                 state = state._replace(table=table)
-                self._wait_for_oldest(loss)
+                loss.block_until_ready()
+            self._raise_if_failed(state)
             return state, loss, aux
 
     def counters(self) -> Mapping[int, RankStats]:
@@ -211,8 +229,6 @@ class PipelinedTrainStep:
         """Ends the exchange and forgets deferred gradients; `flush` before it to keep them."""
         with self._lock:
             self._pipeline.deferred = None
-            if self._pipeline.pin is not None:
-                self._engine.abort()
             self._pipeline.end()
 
     def __enter__(self) -> Self:
@@ -253,6 +269,7 @@ class PipelinedTrainStep:
         self._engine.open()
         state = self._apply_deferred(programs, state)
         table, pin = programs.prime(state.table, current.arrays.ids)
+        self._pipeline.started(pin)
         self._pipeline.arm(current, pin, table)
         return state._replace(table=table)
 
@@ -263,7 +280,7 @@ class PipelinedTrainStep:
         self._engine.open()
         self._pipeline.deferred = None
         table, embedding_state = programs.apply(state.table, state.embedding_state, deferred)
-        return state._replace(table=table, embedding_state=embedding_state)
+        return state._replace(table=table.block_until_ready(), embedding_state=embedding_state)
 
     def _programs_for(self, state: TrainState, batch: PreparedBatch) -> PipelinePrograms:
         if self._programs is None:
@@ -271,15 +288,12 @@ class PipelinedTrainStep:
             self._programs = PipelinePrograms(self._setup, self._engine, state)
         return self._programs
 
-    def _wait_for_oldest(self, result: jax.Array) -> None:
-        """Keeps the number of steps that nobody has waited for small."""
-        self._window.append(result)
-        if len(self._window) > MAX_STEPS_IN_FLIGHT:
-            self._window.popleft().block_until_ready()
-
-    def _raise_if_failed(self, state: TrainState) -> None:
+    def _raise_if_failed(
+        self, state: TrainState, host_call: Callable[[], None] | None = None
+    ) -> None:
+        """Makes a host call of the engine, by default its check; failing, it ends the exchange."""
         try:
-            self._engine.check()
+            (host_call or self._engine.check)()
         except RuntimeError as error:
             self._pipeline.end()
             raise TrainStepError(
@@ -296,5 +310,7 @@ class PipelinedTrainStep:
         except BaseException:
             self._engine.abort()
             self._pipeline.end()
-            self._pipeline.deferred = None
+            deferred = self._pipeline.deferred
+            if deferred is not None and deferred.step.is_deleted():
+                self._pipeline.deferred = None  # used up by the program that failed
             raise
