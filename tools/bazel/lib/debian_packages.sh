@@ -20,7 +20,7 @@ candidate_mirrors() {
   fi
   # A new machine has no package lists yet, and its sources no labels: any may be it.
   # shellcheck disable=SC2016
-  apt-get indextargets --format '$(REPO_URI)' 2>/dev/null | sort -u
+  apt-get indextargets --no-release-info --format '$(REPO_URI)' 2>/dev/null | sort -u
 }
 
 # Prints the version of a package that apt would take, or nothing.
