@@ -134,7 +134,7 @@ struct UpdateCheckArgs {
   const std::int32_t* unique_tokens = nullptr;  // [num_unique]
   std::int64_t num_unique = 0;
   std::int64_t vocab_rows = 0;
-  bool check_duplicates = false;
+  bool check_duplicates = false;  // asked for; the host checks in any case
   const UpdateScalars* scalars = nullptr;
   float* flag = nullptr;  // out: 0 if this rank would apply the step as far as
                           // it knows, else 1

@@ -193,8 +193,12 @@ void HostDevice::RouteGradients(StreamRef stream, const StepGuard& guard,
 
 void HostDevice::CheckUpdate(StreamRef stream, const StepGuard& guard,
                              const UpdateCheckArgs& args) {
-  HostStream::RunOn(stream, [this, &guard, args] {
-    if (!guard.failed()) host_kernels::CheckUpdate(args, scratch_, counters_);
+  UpdateCheckArgs all_checks = args;
+  all_checks.check_duplicates = true;  // cheap beside the rest
+  HostStream::RunOn(stream, [this, &guard, all_checks] {
+    if (!guard.failed()) {
+      host_kernels::CheckUpdate(all_checks, scratch_, counters_);
+    }
   });
 }
 
