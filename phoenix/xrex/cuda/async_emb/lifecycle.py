@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import os
 import threading
 import warnings
@@ -95,9 +96,14 @@ def initialize(ctx: AsyncEmbContextHandle) -> None:
 def destroy(ctx: AsyncEmbContextHandle) -> None:
     """Takes the local contexts down. Does nothing if there are none.
 
-    An equal handle may be initialised again; compiled programs stay valid.
+    An equal handle may be initialised again; compiled programs stay valid. Waits for programs that
+    are running, so call `abort` first where one may hang.
     """
     api = native.load()
+    # A program that loses its contexts half-way fails on some devices only; the others would wait
+    # for them in the next collective, until XLA ends the process.
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # raised where its results are used
+        jax.effects_barrier()
     with _lock:
         api.destroy_contexts(ctx.context_id)
 
@@ -113,9 +119,16 @@ def check(ctx: AsyncEmbContextHandle) -> None:
 
 
 def stats(ctx: AsyncEmbContextHandle) -> dict[int, RankStats]:
-    """Returns the counters of the local ranks by rank. Never waits; works after an abort too."""
-    by_rank = native.load().stats(ctx.context_id)
-    return {rank: RankStats(**counters) for rank, counters in by_rank.items()}
+    """Returns the counters of the local ranks by rank. Never waits; works after an abort too.
+
+    With several replica groups ranks are counted group after group, as in `flatten_replicas`.
+    """
+    by_device = native.load().stats(ctx.context_id)
+    return {
+        member.group * ctx.group_size + member.rank: RankStats(**by_device[member.device_key])
+        for member in comm_utils.local_ranks(ctx.mesh, ctx.table_axis)
+        if member.device_key in by_device
+    }
 
 
 def wait_step_ready(ctx: AsyncEmbContextHandle) -> int:

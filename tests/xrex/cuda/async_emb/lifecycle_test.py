@@ -76,6 +76,15 @@ def test_any_number_of_ranks_is_allowed_on_request():
         assert set(async_emb.stats(ctx)) == {0, 1, 2}
 
 
+def test_counters_of_replica_groups_stand_side_by_side():
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    mesh = Mesh(devices, ("replica", "x"))
+    sizes = {"tokens_per_batch": 16, "emb_width": 8}
+    with ready_context(mesh, name="replicas", **sizes) as ctx:
+        assert ctx.group_size == 2
+        assert set(async_emb.stats(ctx)) == {0, 1, 2, 3}
+
+
 def test_bad_environment_fails_at_initialize(monkeypatch):
     monkeypatch.setenv("XAI_ASYNC_EMB_TIMEOUT_SECONDS", "soon")
     with pytest.raises(ValueError, match=r"XAI_ASYNC_EMB_TIMEOUT_SECONDS.*'soon'"):

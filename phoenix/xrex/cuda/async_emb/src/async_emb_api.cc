@@ -58,12 +58,13 @@ void ResetTableBinding(std::int64_t context_id) {
     context->ResetTableBinding();
 }
 
+// By device key: ranks are unique in a replica group only.
 nb::dict Stats(std::int64_t context_id) {
-  nb::dict by_rank;
+  nb::dict by_device;
   for (const auto& context : Registry::Global().All(context_id)) {
-    by_rank[nb::int_(context->rank())] = StatsDict(context->stats());
+    by_device[nb::int_(context->device_key())] = StatsDict(context->stats());
   }
-  return by_rank;
+  return by_device;
 }
 
 nb::bytes TestSnapshot(std::int64_t context_id, const std::string& region,
@@ -142,7 +143,7 @@ void BindHostCalls(nb::module_& module) {
   module.def("reset_table_binding", &ResetTableBinding, "context_id"_a,
              "Forgets which table the steps work on.");
   module.def("stats", &Stats, "context_id"_a,
-             "The counters of the local ranks: {rank: dict}.");
+             "The counters of the local devices: {device key: dict}.");
   module.def("_test_snapshot", &TestSnapshot, "context_id"_a, "region"_a,
              "device"_a = nb::none(),
              "The bytes of one region of a local context's arena.");
