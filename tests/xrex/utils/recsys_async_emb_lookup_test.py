@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -134,6 +136,19 @@ def test_table_is_tied_to_the_end_of_the_lookup_without_a_copy(ctx):
     assert graph.call("xrex_async_emb_lookup_done") in graph.needs(
         graph.call("xrex_async_emb_order")
     )
+
+
+def test_table_is_kept_until_the_lookup_is_done(ctx):
+    program = jax.jit(lambda ids, table: lookup(ids, table, ctx)[0], donate_argnums=1)
+    arguments = (put(ctx, random_ids(ctx), P("x")), put(ctx, table_of(ctx), P(None, "x")))
+    graph = EntryGraph(program.lower(*arguments).compile().as_text())
+    start = graph.call("xrex_async_emb_lookup_start")
+    (table,) = (
+        name
+        for name, line in graph.lines.items()
+        if f"get-tuple-element({start})" in line and line.startswith("bf16")
+    )
+    assert table in re.findall(r"%[\w.\-]+", graph.lines[graph.call("xrex_async_emb_lookup_done")])
 
 
 def dense_loss(weights, embeddings):

@@ -450,3 +450,4 @@ def test_replica_groups_look_up_the_same_batch_independently(request):
     with ready_context(mesh, name=request.node.name, **sizes) as ctx:
         table, ids = table_of(ctx), random_ids(ctx)
         np.testing.assert_array_equal(bits(lookup(ctx, ids, table)), bits(table[ids]))
+        assert [s.lookup_steps_done for s in async_emb.stats(ctx).values()] == [1] * mesh.size

@@ -293,7 +293,7 @@ def training_step(ctx, optimizer):
         one = lookups.order_after(jnp.float32(1), pin, ctx, x_specs=P())
         return loss, backward(one), table, result.state, pin
 
-    return jax.jit(step, donate_argnums=(1, 2, 4))
+    return jax.jit(step, donate_argnums=(1, 2))
 
 
 def step_arguments(ctx, optimizer):
