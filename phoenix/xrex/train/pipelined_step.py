@@ -307,8 +307,9 @@ class PipelinedTrainStep:
         """Ends the exchange when anything goes wrong after the first program was started."""
         try:
             yield
-        except BaseException:
-            self._engine.abort()
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._engine.abort()  # an interrupt does not wait for a slow peer
             self._pipeline.end()
             deferred = self._pipeline.deferred
             if deferred is not None and deferred.step.is_deleted():
