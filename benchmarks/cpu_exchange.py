@@ -9,9 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 from absl import app, flags
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from benchmarks import measure
+from xrex.cuda.async_emb import async_emb, plain_jax
 from xrex.train import cpu_devices
 
 _DEVICES = flags.DEFINE_integer("devices", 4, "Virtual CPU devices, one rank each.")
@@ -45,10 +52,6 @@ class Exchange:
 
 
 def _native(ctx: Any, jit: Callable) -> tuple[Callable, Callable]:
-    import jax.numpy as jnp
-
-    from xrex.cuda.async_emb import async_emb
-
     def lookup(ids: Any, table: Any) -> Any:
         table, pin = async_emb.lookup_start(ids, table, ids, ctx)
         embeddings = async_emb.lookup_done(pin, ctx, table)
@@ -70,10 +73,6 @@ def _native(ctx: Any, jit: Callable) -> tuple[Callable, Callable]:
 
 
 def _plain(ctx: Any, jit: Callable) -> tuple[Callable, Callable]:
-    import jax.numpy as jnp
-
-    from xrex.cuda.async_emb import plain_jax
-
     def lookup(ids: Any, table: Any) -> Any:
         return plain_jax.lookup(ids, table, ctx), table
 
@@ -87,9 +86,6 @@ def _plain(ctx: Any, jit: Callable) -> tuple[Callable, Callable]:
 
 
 def _jit_on(ctx: Any) -> Callable:
-    import jax
-    from jax.sharding import PartitionSpec as P
-
     tokens, table = ctx.tokens_spec, ctx.table_spec
 
     def jit(lookup: Callable, update: Callable) -> tuple[Callable, Callable]:
@@ -113,14 +109,6 @@ def _jit_on(ctx: Any) -> Callable:
 
 def _run(kind: str, ids: Any, ctx: Any, forms: dict[str, Exchange]) -> dict[str, Any]:
     """Times both forms on one draw of ids and returns the record to print."""
-    import jax
-    import ml_dtypes
-    import numpy as np
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    from xrex.cuda.async_emb import async_emb
-
     rng = np.random.default_rng(_SEED)
     on_tokens = NamedSharding(ctx.mesh, ctx.tokens_spec)
     unique, segments = async_emb.make_segments(ids, _ROWS.value, ctx.num_unique)
@@ -155,21 +143,11 @@ def _run(kind: str, ids: Any, ctx: Any, forms: dict[str, Exchange]) -> dict[str,
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {argv[1:]}")
-    cpu_devices.configure(_DEVICES.value)
-
-    import jax
-    import ml_dtypes
-    import numpy as np
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    from xrex.cuda.async_emb import async_emb
-
-    mesh = jax.make_mesh((_DEVICES.value,), ("x",))
+    mesh = cpu_devices.cpu_mesh(_DEVICES.value)
     ctx = async_emb.make_context_handle(
         mesh,
-        "x",
-        data_axis="x",
+        "data",
+        data_axis="data",
         tokens_per_batch=_TOKENS.value,
         emb_width=_WIDTH.value,
         num_unique=_TOKENS.value,
