@@ -264,6 +264,11 @@ std::int64_t PyContext::ArmLookup(const IdArray& ids, const nb::object& table) {
                ids.shape(0), "] and a table [", bits.shape(0), ", ",
                bits.shape(1), "]"));
   }
+  const auto num_armed = [&] {
+    return context->stats()
+        .steps_armed[static_cast<std::size_t>(Pipeline::kLookup)];
+  };
+  const std::int64_t num_armed_before = num_armed();
   {
     nb::gil_scoped_release release;
     context->StartLookup(
@@ -271,10 +276,10 @@ std::int64_t PyContext::ArmLookup(const IdArray& ids, const nb::object& table) {
                       .table = bits.data(),
                       .vocab_rows = static_cast<std::int64_t>(bits.shape(0))});
   }
+  const std::int64_t step = num_armed();
+  if (step == num_armed_before) context->Check();  // it has failed
   table_ = std::move(bits);
-  context->Check();  // on a failed context nothing was armed
-  return context->stats()
-      .steps_armed[static_cast<std::size_t>(Pipeline::kLookup)];
+  return step;
 }
 
 nb::object PyContext::ConsumeLookup() {
