@@ -118,6 +118,7 @@ void AsyncEmbContext::ResetTableBinding() {
 }
 
 void AsyncEmbContext::Abort(std::string_view reason) {
+  AdoptCommunicatorError();  // what went wrong on a peer before is the reason
   {
     std::lock_guard state(state_mutex_);
     if (!failure_) failure_ = reason;
