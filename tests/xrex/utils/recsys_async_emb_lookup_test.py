@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from tests.xrex.cuda.async_emb.testing import (
@@ -71,6 +72,41 @@ def test_lookup_spans_two_programs(ctx):
     found, same_table = done(*started)
     np.testing.assert_array_equal(bits(found), bits(table[ids]))
     np.testing.assert_array_equal(bits(same_table), bits(table))
+
+
+def test_lookup_may_be_in_flight_from_one_trip_of_a_scan_to_the_next(ctx):
+    ids = np.random.default_rng(2).integers(0, VOCAB_ROWS, (4, ctx.tokens_per_batch))
+    table = table_of(ctx)
+
+    def program(ids, table):
+        started = lookups.lookup_start(ids[0], table, NO_GATE, ctx)
+
+        def trip(started, next_ids):
+            embeddings, table = lookups.lookup_done(*started, ctx)
+            return lookups.lookup_start(next_ids, table, embeddings, ctx), embeddings
+
+        started, all_but_last = jax.lax.scan(trip, started, ids[1:])
+        last, table = lookups.lookup_done(*started, ctx)
+        return all_but_last, last, table
+
+    all_but_last, last, same_table = jax.jit(program, donate_argnums=1)(
+        put(ctx, ids.astype(np.int32), P(None, "x")), put(ctx, table, P(None, "x"))
+    )
+    np.testing.assert_array_equal(bits(all_but_last), bits(table[ids[:-1]]))
+    np.testing.assert_array_equal(bits(last), bits(table[ids[-1]]))
+    np.testing.assert_array_equal(bits(same_table), bits(table))
+
+
+@pytest.mark.parametrize("axes", [("a", "b"), ("b", "a")])
+def test_table_may_lie_on_two_axes_in_either_order_and_devices_in_any(request, axes):
+    devices = np.array(jax.devices())[[2, 0, 3, 1]].reshape(2, 2)
+    changes = {"table_axis": axes, "data_axis": axes, "name": request.node.name}
+    with ready_context(Mesh(devices, ("a", "b")), **changes) as ctx:
+        ids, table = random_ids(ctx), table_of(ctx)
+        found, _ = jax.jit(lambda ids, table: lookup(ids, table, ctx))(
+            put(ctx, ids, P(axes)), put(ctx, table, P(None, axes))
+        )
+        np.testing.assert_array_equal(bits(found), bits(table[ids]))
 
 
 def test_functions_work_outside_jit(ctx):

@@ -197,6 +197,36 @@ def test_start_and_done_may_stand_in_two_programs(ctx, optimizer):
     assert found.pin.shape == (ctx.group_size,)
 
 
+def test_table_as_the_carry_of_a_scan_gives_what_single_steps_give(ctx):
+    batches = {step: random_batch(ctx, step) for step in (1, 2, 3)}
+    updates = jax.tree.map(
+        lambda *parts: np.stack(parts),
+        *(GradientUpdate(*batch, np.bool_(True)) for batch in batches.values()),
+    )
+    stacked_specs = GradientUpdate(P(None, "x"), P(None, "x"), P(), P())
+
+    def program(table, state, updates):
+        def step(carry, update):
+            in_flight = EAGER.update_start(
+                update, *carry, (), ctx, step=1, learning_rate=jnp.float32(RATE)
+            )
+            result = EAGER.update_done(in_flight, (), ctx)
+            return (result.table, result.state), result.valid
+
+        return jax.lax.scan(step, (table, state), updates)
+
+    (table, state), valid = jax.jit(program, donate_argnums=(0, 1))(
+        put(ctx, table_of(ctx), P(None, "x")),
+        EAGER.init_state(ctx, VOCAB_ROWS),
+        jax.tree.map(lambda x, spec: put(ctx, x, spec), updates, stacked_specs),
+    )
+    assert valid.tolist() == [1, 1, 1]
+    async_emb.check(ctx)
+    expected = run_steps(EAGER, ctx, batches)[-1]
+    np.testing.assert_array_equal(bits(table), bits(expected.table))
+    np.testing.assert_array_equal(bits(state.row_state), bits(expected.state.row_state))
+
+
 def test_eager_optimizer_ignores_the_step(ctx):
     (first,) = run_steps(EAGER, ctx, {1: random_batch(ctx, 0)})
     (second,) = run_steps(EAGER, ctx, {900: random_batch(ctx, 0)})
