@@ -1,11 +1,9 @@
 // The segment sums of an update on the host.
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <type_traits>
 
 #include "phoenix/xrex/cuda/async_emb/src/async_emb_kernel_host.hpp"
@@ -15,7 +13,7 @@ namespace xrex::async_emb::host_kernels {
 namespace {
 
 // Tokens between the one that is added and the one that is asked for.
-constexpr std::int64_t kTokensAhead = 16;
+constexpr std::int64_t kTokensAhead = 24;
 
 // The kernel's scratch: floats first, both are 4 bytes.
 struct SumScratch {
@@ -168,35 +166,54 @@ ASYNC_EMB_INLINE float SumBlock(const float* values) {
   return sums[0][0];
 }
 
-ASYNC_EMB_INLINE float SumLeaf(const float* values, std::int64_t count) {
-  float sum = values[0];
-  for (std::int64_t i = 1; i < count; ++i) sum += values[i];
-  return sum;
+// values[j] = sum of leaf j, `leaf_width` values left to right. kChains leaves
+// are summed side by side, because one sum alone waits for its own additions.
+template <int kChains>
+ASYNC_EMB_INLINE void SumLeaves(std::int64_t num_leaves,
+                                std::int64_t leaf_width, float* values) {
+  for (std::int64_t j = 0; j < num_leaves; j += kChains) {
+    const float* leaves = values + j * leaf_width;
+    std::array<float, kChains> sums;
+    for (int k = 0; k < kChains; ++k) sums[k] = leaves[k * leaf_width];
+    for (std::int64_t i = 1; i < leaf_width; ++i) {
+      for (int k = 0; k < kChains; ++k) sums[k] += leaves[k * leaf_width + i];
+    }
+    std::copy(sums.begin(), sums.end(), values + j);
+  }
 }
 
 // The sum of `width` = q * 2^m values, q odd: 2^m leaves of q values each,
 // which are added left to right, then the leaves pairwise, neighbours first.
+// Each level overwrites the one below.
 template <int kLanes>
-ASYNC_EMB_INLINE float SumTree(const float* values, std::int64_t width) {
-  constexpr std::int64_t kBlock = 2 * kLanes;
-  const std::int64_t power = width & -width;
-  const std::int64_t leaf_width = width / power;
-  const bool blocks = leaf_width == 1 && power >= kBlock;
-  const std::int64_t step = blocks ? kBlock : leaf_width;
-  // Sums of complete subtrees that still miss their right neighbour.
-  std::array<float, std::numeric_limits<std::int64_t>::digits> open;
-  int num_open = 0;
-  for (std::int64_t leaf = 0; leaf < width / step; ++leaf) {
-    const float* begin = values + leaf * step;
-    float sum =
-        blocks ? SumBlock<kLanes, 2>(begin) : SumLeaf(begin, leaf_width);
-    for (int n = std::countr_one(static_cast<std::uint64_t>(leaf)); n > 0;
-         --n) {
-      sum = open[--num_open] + sum;
-    }
-    open[num_open++] = sum;
+ASYNC_EMB_INLINE float SumTree(std::int64_t width, float* values) {
+  const std::int64_t num_leaves = width & -width;
+  const std::int64_t leaf_width = width / num_leaves;
+  if (num_leaves >= 8) {
+    SumLeaves<8>(num_leaves, leaf_width, values);
+  } else if (num_leaves >= 2) {
+    SumLeaves<2>(num_leaves, leaf_width, values);
+  } else {
+    SumLeaves<1>(num_leaves, leaf_width, values);
   }
-  return open[0];
+  std::int64_t size = num_leaves / 2;
+  for (; size >= kLanes; size /= 2) {
+    for (std::int64_t i = 0; i < size; i += kLanes) {
+      typename Lanes<kLanes>::F32 even;
+      typename Lanes<kLanes>::F32 odd;
+      LoadLanes(values + 2 * i, even);
+      LoadLanes(values + 2 * i + kLanes, odd);
+      Lanes<kLanes>::Split(even, odd, even, odd);
+      even += odd;
+      StoreLanes(even, values + i);
+    }
+  }
+  for (; size >= 1; size /= 2) {
+    for (std::int64_t i = 0; i < size; ++i) {
+      values[i] = values[2 * i] + values[2 * i + 1];
+    }
+  }
+  return values[0];
 }
 
 // The sum over columns of f32(bf16(sums))^2. `width` is a std::int64_t or a
@@ -206,7 +223,7 @@ ASYNC_EMB_INLINE float SumSquares(const float* sums, Width width,
                                   float* squares) {
   SquareRounded<kLanes>(sums, width, squares);
   if constexpr (std::is_same_v<Width, std::int64_t>) {
-    return SumTree<kLanes>(squares, width);
+    return SumTree<kLanes>(width, squares);
   } else if constexpr (Width::value >= kLanes) {
     return SumBlock<kLanes, static_cast<int>(Width::value) / kLanes>(squares);
   } else {
@@ -229,6 +246,20 @@ ASYNC_EMB_INLINE void SumLongSegment(const SegmentSumArgs& args,
               static_cast<std::size_t>(args.width) * sizeof(float));
 }
 
+// Zeros the results of the empty segments from `first` on, up to the next one
+// that has tokens. Returns that one.
+std::int64_t ZeroEmptySegments(const SegmentSumArgs& args,
+                               const SumScratch& scratch, std::int64_t first) {
+  std::int64_t last = first + 1;
+  while (last < args.num_unique && scratch.ends[last] == scratch.ends[first]) {
+    ++last;
+  }
+  std::fill(args.accum + first * args.width, args.accum + last * args.width,
+            0.0F);
+  std::fill(args.partial_stats + first, args.partial_stats + last, 0.0F);
+  return last;
+}
+
 template <int kLanes, typename Width>
 ASYNC_EMB_INLINE void SumSortedSegments(const SegmentSumArgs& args,
                                         const SumScratch& scratch,
@@ -238,10 +269,8 @@ ASYNC_EMB_INLINE void SumSortedSegments(const SegmentSumArgs& args,
   std::int64_t asked = 0;
   for (std::int64_t u = 0; u < args.num_unique; ++u) {
     const std::int64_t end = scratch.ends[u];
-    float* out = args.accum + u * width;
     if (begin == end) {
-      std::fill_n(out, static_cast<std::int64_t>(width), 0.0F);
-      args.partial_stats[u] = 0.0F;
+      u = ZeroEmptySegments(args, scratch, u) - 1;
       continue;
     }
     for (; asked < std::min(end + kTokensAhead, num_used); ++asked) {
@@ -250,6 +279,7 @@ ASYNC_EMB_INLINE void SumSortedSegments(const SegmentSumArgs& args,
     }
     const std::int32_t* tokens = scratch.order + begin;
     const std::int64_t count = end - begin;
+    float* out = args.accum + u * width;
     if (count <= kRunLength) {
       SumRun<kLanes>(args.grads, width, tokens, count, out);
     } else {

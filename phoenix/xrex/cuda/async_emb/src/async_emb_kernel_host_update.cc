@@ -32,32 +32,38 @@ std::int64_t CountInvalidSegments(const UpdateCheckArgs& args,
   return count;
 }
 
-// Entries of the set of rows: at most half of them are in use.
+// Places of the set of rows: at most half of them are taken.
 std::uint64_t SetCapacity(std::int64_t num_unique) {
   return std::bit_ceil(2 * static_cast<std::uint64_t>(num_unique));
 }
 
 // Number of slots whose row an earlier slot has, by a set with open addressing.
+// A place holds a slot that stands for its row.
 std::int64_t CountDuplicatesBySet(const UpdateCheckArgs& args,
                                   std::byte* scratch) {
   constexpr std::int32_t kFree = -1;
   const std::uint64_t capacity = SetCapacity(args.num_unique);
   const int shift =
       std::numeric_limits<std::uint64_t>::digits - std::countr_zero(capacity);
+  const auto row_of = [&args](std::int64_t slot) {
+    return WrapId(args.unique_tokens[slot], args.vocab_rows);
+  };
   auto* set = reinterpret_cast<std::int32_t*>(scratch);
   std::fill_n(set, capacity, kFree);
   std::int64_t duplicates = 0;
   for (std::int64_t u = 0; u < args.num_unique; ++u) {
-    const std::int64_t row = WrapId(args.unique_tokens[u], args.vocab_rows);
+    const std::int64_t row = row_of(u);
     if (!IsRow(row, args.vocab_rows)) continue;
-    const auto key = static_cast<std::int32_t>(row);
     std::uint64_t place =
         (static_cast<std::uint64_t>(row) * 0x9E3779B97F4A7C15U) >> shift;
-    while (set[place] != kFree && set[place] != key) {
+    while (set[place] != kFree && row_of(set[place]) != row) {
       place = (place + 1) & (capacity - 1);
     }
-    duplicates += set[place] == key ? 1 : 0;
-    set[place] = key;
+    if (set[place] == kFree) {
+      set[place] = static_cast<std::int32_t>(u);
+    } else {
+      ++duplicates;
+    }
   }
   return duplicates;
 }

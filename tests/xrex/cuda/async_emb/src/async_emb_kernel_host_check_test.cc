@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <limits>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "phoenix/xrex/cuda/async_emb/src/async_emb_kernel_host.hpp"
@@ -13,8 +14,6 @@
 
 namespace xrex::async_emb::host_kernels {
 namespace {
-
-constexpr std::int64_t kVocabRows = 100;
 
 // One call of CheckUpdate with exactly the scratch that it asks for. Good as
 // it is made: own tokens are all but the first and the last two.
@@ -39,7 +38,7 @@ struct Check {
                                   .count_end = guarded_segments.size() - 2,
                                   .unique_tokens = guarded_slots.data(),
                                   .num_unique = guarded_slots.size(),
-                                  .vocab_rows = kVocabRows,
+                                  .vocab_rows = vocab_rows,
                                   .check_duplicates = check_duplicates,
                                   .scalars = &scalars,
                                   .flag = flag.data()};
@@ -52,6 +51,7 @@ struct Check {
   std::vector<std::int32_t> unique_tokens;
   std::vector<std::int32_t> segments = {0, 1, 2, 3, 4, -1, -1, 4};
   UpdateScalars scalars = {.learning_rate = 0.1F, .pending = 1, .step = 1};
+  std::int64_t vocab_rows = 100;
   bool check_duplicates = true;
   StepCounters counters;
 };
@@ -177,26 +177,38 @@ TEST(CheckUpdateTest, OneSlotIsNoDuplicate) {
 }
 
 TEST(CheckUpdateTest, CountsTheDuplicatesOfManySlots) {
+  constexpr std::int64_t kVocabRows = 1'500'000'000;
   Values values(29);
+  std::vector<std::int32_t> pool;
+  for (int i = 0; i < 2000; ++i) {
+    // Many rows, far apart; some ids are negative, some out of range.
+    pool.push_back(static_cast<std::int32_t>(
+        values.Below(std::int64_t{1} << 32) - (std::int64_t{1} << 31)));
+  }
   std::vector<std::int32_t> slots;
   std::set<std::int64_t> rows;
   std::int64_t duplicates = 0;
-  for (int u = 0; u < 70; ++u) {
-    const auto id = static_cast<std::int32_t>(values.Below(300) - 150);
-    slots.push_back(id);
-    const std::int64_t row = NaiveRow(id, kVocabRows);
+  for (int u = 0; u < 3000; ++u) {
+    slots.push_back(pool[static_cast<std::size_t>(values.Below(2000))]);
+    const std::int64_t row = NaiveRow(slots.back(), kVocabRows);
     if (row >= 0 && !rows.insert(row).second) ++duplicates;
   }
   Check check(slots);
+  check.vocab_rows = kVocabRows;
   check.Run();
   EXPECT_EQ(check.counters.duplicate_slots, duplicates);
 }
 
+TEST(CheckUpdateTest, RowsThatDifferBy32BitsAreDistinct) {
+  Check check({0, -1});
+  check.vocab_rows = (std::int64_t{1} << 32) + 1;
+  check.segments = {0, 1, 1, 1};
+  EXPECT_EQ(check.Run(), 0.0F);
+}
+
 TEST(CheckUpdateTest, AFullListOfDistinctSlotsIsGood) {
   std::vector<std::int32_t> slots;
-  for (std::int32_t i = 0; i < kVocabRows; ++i) {
-    slots.push_back((i * 37) % static_cast<std::int32_t>(kVocabRows));
-  }
+  for (std::int32_t i = 0; i < 100; ++i) slots.push_back((i * 37) % 100);
   Check check(slots);
   EXPECT_EQ(check.Run(), 0.0F);
 }

@@ -132,6 +132,14 @@ TEST_P(SumSegmentsTest, AddsShortSegmentsLeftToRight) {
   EXPECT_EQ(Bits(sum.accum()), Bits(sum.ExpectedAccum()));
 }
 
+TEST_P(SumSegmentsTest, CopiesSegmentsOfOneToken) {
+  std::vector<std::int32_t> segments;
+  for (std::int32_t t = 0; t < 40; ++t) segments.push_back(39 - t);
+  SegmentSum sum(40, GetParam(), segments);
+  sum.Run();
+  EXPECT_EQ(Bits(sum.accum()), Bits(sum.ExpectedAccum()));
+}
+
 TEST_P(SumSegmentsTest, AddsLongSegmentsInRuns) {
   SegmentSum sum(3, GetParam(), RandomSegments(900, 3));
   sum.Run();

@@ -170,6 +170,21 @@ TEST(GatherRowsTest, ReadsRowsBehind31BitsOfElements) {
   EXPECT_EQ(gather.ResultRow(1), expected);
 }
 
+TEST(GatherRowsTest, ReadsRowsBehind31BitsOfRows) {
+  constexpr std::int64_t kRows = (std::int64_t{1} << 32) + 10;
+  SparseArray table(kRows);
+  if (!table.mapped()) {
+    GTEST_SKIP() << "9 GB of address space are not to be had";
+  }
+  table.data()[kRows - 1] = 0x1234;
+  table.data()[kRows + kMinInt32] = 0x5678;
+  Gather gather(1, 1, {-1, kMinInt32});
+  gather.args.table = table.data();
+  gather.args.vocab_rows = kRows;
+  gather.Run();
+  EXPECT_EQ(gather.rows.values(), (std::vector<Bf16Bits>{0x1234, 0x5678}));
+}
+
 // World size and shard width.
 class SlicesTest
     : public ::testing::TestWithParam<std::tuple<std::int32_t, std::int64_t>> {
