@@ -67,8 +67,9 @@ def initialize(ctx: AsyncEmbContextHandle) -> None:
     """Brings up one native context on each local device; returns when every rank is ready.
 
     Collective: every process that owns devices of the mesh calls it, equally often, and several
-    handles in the same order. Does nothing if the contexts are up already. If one rank fails, all contexts of the handle are destroyed, in
-    all processes, and each process raises an error that names the rank.
+    handles in the same order. Does nothing if the contexts are up already. If one rank fails, all
+    contexts of the handle are destroyed, in all processes, and each process raises an error that
+    names the rank.
 
     Raises:
         ValueError: a rank was refused (for example the number of ranks), or the mesh is made of CPU
