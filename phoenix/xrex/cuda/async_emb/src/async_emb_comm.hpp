@@ -194,6 +194,8 @@ class AsyncEmbContext {
   void RunWatchdog();
   void StopWatchdog();
   std::string DescribeTimeout(Pipeline pipeline, std::int64_t step);
+  // ": rank 1 has not arrived" of an exchange that waits, or nothing.
+  std::string DescribeStall() const;
 
   const ContextConfig config_;
   const PipelineSpec spec_;

@@ -47,14 +47,20 @@ void AsyncEmbContext::BlockUntilComplete(Pipeline pipeline, std::int64_t step,
         ErrorCode::kTimeout,
         StrCat("async_emb: ", label, " timed out waiting for step ", step));
   };
-  while (!lane(pipeline).completed->WaitFor(kClockPoll)) {
-    if (past_deadline()) {
+  while (true) {
+    // Read before the event is looked at: a step that completes in time never
+    // counts as late, however long this thread was kept from running.
+    const bool late = past_deadline();
+    if (lane(pipeline).completed->WaitFor(kClockPoll)) break;
+    {
+      std::lock_guard state(state_mutex_);
+      // A newer step is in flight: it would not be, had this one failed.
+      if (state_.armed(pipeline) > step) return;
+    }
+    if (late) {
       Abort(DescribeTimeout(pipeline, step));
       throw_timeout();
     }
-    std::lock_guard state(state_mutex_);
-    if (state_.finished(pipeline) >= step)
-      return;  // a newer step is in flight by now
   }
   if (!lane(pipeline).guard.failed()) return;
   if (past_deadline()) throw_timeout();
@@ -110,15 +116,21 @@ std::string AsyncEmbContext::Snapshot(std::string_view region_name) {
 
 std::string AsyncEmbContext::DescribeTimeout(Pipeline pipeline,
                                              std::int64_t step) {
-  const std::shared_ptr<Communicator> comm = communicator();
-  const std::string stall = comm == nullptr ? "" : comm->DescribeStall();
   return StrCat(PipelineName(pipeline), " step ", step, " of rank ", rank(),
                 " timed out after ", Seconds(config_.timeout), " s",
-                stall.empty() ? "" : ": ", stall);
+                DescribeStall());
+}
+
+std::string AsyncEmbContext::DescribeStall() const {
+  const std::shared_ptr<Communicator> comm = communicator();
+  const std::string stall = comm == nullptr ? "" : comm->DescribeStall();
+  return stall.empty() ? stall : ": " + stall;
 }
 
 void AsyncEmbContext::PollWatchdog() {
   AdoptCommunicatorError();
+  // Before the events are looked at (Watchdog::Poll).
+  const Clock::TimePoint now = clock_.Now();
   std::vector<Watchdog::Finding> findings;
   {
     std::lock_guard state(state_mutex_);
@@ -128,20 +140,20 @@ void AsyncEmbContext::PollWatchdog() {
       if (recorded && lane(pipeline).completed->IsComplete())
         watchdog_.OnCompleted(pipeline);
     }
-    findings = watchdog_.Poll();
+    findings = watchdog_.Poll(now);
   }
   for (const Watchdog::Finding& finding : findings) {
-    const auto say = [&](const char* what) {
+    const auto say = [&](const char* what, const std::string& why) {
       LogWarning(StrCat(Describe(), ": ", PipelineName(finding.pipeline),
                         " step ", finding.step, what,
-                        Seconds(finding.in_flight), " s"));
+                        Seconds(finding.in_flight), " s", why));
     };
     switch (finding.kind) {
       case Watchdog::Kind::kWarning:
-        say(" is in flight for ");
+        say(" is in flight for ", DescribeStall());
         break;
       case Watchdog::Kind::kResolved:
-        say(" has completed after all, after ");
+        say(" has completed after all, after ", "");
         break;
       case Watchdog::Kind::kExpired:
         Abort(DescribeTimeout(finding.pipeline, finding.step));

@@ -18,9 +18,8 @@ void Watchdog::OnCompleted(Pipeline pipeline) {
   entry.completed_at = clock_.Now();
 }
 
-std::vector<Watchdog::Finding> Watchdog::Poll() {
+std::vector<Watchdog::Finding> Watchdog::Poll(Clock::TimePoint now) {
   std::vector<Finding> findings;
-  const Clock::TimePoint now = clock_.Now();
   for (int i = 0; i < kNumPipelines; ++i) {
     Entry& entry = entries_[static_cast<std::size_t>(i)];
     const auto report = [&](Kind kind, Clock::TimePoint until) {

@@ -38,9 +38,10 @@ class Watchdog {
   // yet.
   void OnCompleted(Pipeline pipeline);
 
-  // What is new since the last poll. A step expires at its deadline, not
-  // before.
-  std::vector<Finding> Poll();
+  // What is new since the last poll, for a `now` that was read before the owner
+  // looked which steps are complete: else one that completes in time, in
+  // between, would expire. A step expires at its deadline, not before.
+  std::vector<Finding> Poll(Clock::TimePoint now);
 
   // Of the step in flight, if there is one.
   std::optional<Clock::TimePoint> deadline(Pipeline pipeline) const;
