@@ -15,11 +15,14 @@ std::unique_ptr<Device> HostBackend::NewDevice(std::int64_t /*device_key*/) {
 
 std::vector<std::string> HostBackend::MakePayloads(std::int32_t world_size) {
   std::lock_guard lock(mutex_);
-  std::erase_if(rendezvous_,
-                [](const auto& entry) { return entry.second->settled(); });
+  std::erase_if(expected_, [](const auto& entry) {
+    return entry.second.rendezvous->abort_reason().has_value();
+  });
   const std::string payload =
       StrCat("async_emb host rendezvous ", getpid(), ".", ++num_payloads_made_);
-  rendezvous_.emplace(payload, std::make_shared<HostRendezvous>(world_size));
+  expected_.emplace(
+      payload,
+      Expected{std::make_shared<HostRendezvous>(world_size), world_size});
   return std::vector<std::string>(static_cast<std::size_t>(world_size),
                                   payload);
 }
@@ -33,8 +36,8 @@ std::unique_ptr<Communicator> HostBackend::NewCommunicator(
 
 std::shared_ptr<HostRendezvous> HostBackend::Find(const std::string& payload) {
   std::lock_guard lock(mutex_);
-  const auto found = rendezvous_.find(payload);
-  if (found == rendezvous_.end()) {
+  const auto found = expected_.find(payload);
+  if (found == expected_.end()) {
     throw AsyncEmbError(
         ErrorCode::kInvalidArgument,
         StrCat(
@@ -43,7 +46,9 @@ std::shared_ptr<HostRendezvous> HostBackend::Find(const std::string& payload) {
             "host backend all ranks live in one process; give handshake what "
             "the last reset of rank 0 returned"));
   }
-  return found->second;
+  std::shared_ptr<HostRendezvous> rendezvous = found->second.rendezvous;
+  if (--found->second.num_missing == 0) expected_.erase(found);
+  return rendezvous;
 }
 
 }  // namespace xrex::async_emb

@@ -33,8 +33,14 @@ class HostBackend final : public Backend {
 
   std::mutex mutex_;
   std::int64_t num_payloads_made_ = 0;  // guarded by mutex_
-  // By payload, until all ranks have joined. Guarded by mutex_.
-  std::map<std::string, std::shared_ptr<HostRendezvous>> rendezvous_;
+  // A rendezvous that not all of its ranks have come for. From then on their
+  // communicators alone keep it: the arenas that it knows go with them, and an
+  // old payload cannot disturb a group that is at work.
+  struct Expected {
+    std::shared_ptr<HostRendezvous> rendezvous;
+    std::int32_t num_missing;
+  };
+  std::map<std::string, Expected> expected_;  // by payload; guarded by mutex_
 };
 
 }  // namespace xrex::async_emb

@@ -28,11 +28,10 @@ void HostCommunicator::Connect(const std::vector<std::string>& payloads,
       find_rendezvous_(payloads.at(0));
   {
     std::lock_guard lock(mutex_);
-    if (abort_reason_) {
-      throw AsyncEmbError(ErrorCode::kAborted,
-                          "async_emb communicator aborted: " + *abort_reason_);
-    }
     rendezvous_ = found;
+    // An abort that came too early for the rendezvous: the peers must hear of
+    // it.
+    if (abort_reason_) found->Abort(*abort_reason_);
   }
   arena_ = std::move(arena);
   found->Join(rank_, world_size_, clock, deadline);

@@ -117,11 +117,6 @@ std::optional<std::string> HostRendezvous::abort_reason() const {
   return abort_reason_;
 }
 
-bool HostRendezvous::settled() const {
-  std::lock_guard lock(mutex_);
-  return abort_reason_.has_value() || num_joined_ == world_size_;
-}
-
 std::string HostRendezvous::DescribeStall() const {
   std::lock_guard lock(mutex_);
   const bool open =

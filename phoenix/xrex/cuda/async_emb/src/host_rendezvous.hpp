@@ -50,9 +50,6 @@ class HostRendezvous {
 
   std::optional<std::string> abort_reason() const;
 
-  // Nobody can join any more: all have, or it was aborted.
-  bool settled() const;
-
   // "rank 1 has not arrived" for the meeting that is open; empty if none is.
   std::string DescribeStall() const;
 
