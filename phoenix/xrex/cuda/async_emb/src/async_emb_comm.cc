@@ -104,6 +104,7 @@ void AsyncEmbContext::Handshake(const std::vector<std::string>& payloads) {
     connecting->Connect(payloads, engine_->arena, layout_.total_bytes(), clock_,
                         clock_.Now() + config_.timeout);
   } catch (const AsyncEmbError& error) {
+    AdoptCommunicatorError();  // if there is one, it says it better
     Abort(StrCat("the handshake failed: ", error.what()));
     throw;
   }
@@ -134,9 +135,12 @@ bool AsyncEmbContext::AwaitQuiet() {
   {
     std::lock_guard arm(arm_mutex_);
   }
+  const auto limit = std::chrono::steady_clock::now() + kTeardownLimit;
   return std::all_of(
-      engine_->lanes.begin(), engine_->lanes.end(),
-      [](const Lane& lane) { return lane.completed->WaitFor(kTeardownLimit); });
+      engine_->lanes.begin(), engine_->lanes.end(), [limit](const Lane& lane) {
+        return lane.completed->WaitFor(limit -
+                                       std::chrono::steady_clock::now());
+      });
 }
 
 void AsyncEmbContext::Check() {
@@ -155,8 +159,14 @@ void AsyncEmbContext::AdoptCommunicatorError() {
   const std::shared_ptr<Communicator> comm = communicator();
   const auto found = comm == nullptr ? std::nullopt : comm->PollError();
   if (!found) return;
-  std::lock_guard state(state_mutex_);
-  if (!failure_) failure_ = found;
+  {
+    std::lock_guard comm_lock(comm_mutex_);
+    std::lock_guard state(state_mutex_);
+    // Nothing is taken over from a communicator that a reset has closed since.
+    if (failure_ || communicator_ != comm) return;
+    failure_ = found;
+  }
+  comm->Abort(*found);  // one that failed by itself may still hold up its work
 }
 
 void AsyncEmbContext::ThrowAborted(const std::string& reason) {
@@ -165,8 +175,21 @@ void AsyncEmbContext::ThrowAborted(const std::string& reason) {
 }
 
 ContextStats AsyncEmbContext::stats() const {
-  const StepCounters& counters = engine_->device->counters();
   ContextStats stats;
+  {
+    std::lock_guard state(state_mutex_);
+    for (const Pipeline pipeline : {Pipeline::kLookup, Pipeline::kUpdate}) {
+      stats.steps_armed[static_cast<std::size_t>(pipeline)] =
+          state_.armed(pipeline);
+      stats.steps_done[static_cast<std::size_t>(pipeline)] =
+          state_.finished(pipeline);
+    }
+    stats.table_moved = state_.table_moved();
+    stats.bytes_sent = bytes_sent_;
+    stats.wait_secs = wait_secs_;
+  }
+  // After the steps: they hold what every step that counts as done has counted.
+  const StepCounters& counters = engine_->device->counters();
   stats.ids_out_of_range = counters.ids_out_of_range;
   stats.segments_invalid = counters.segments_invalid;
   stats.duplicate_slots = counters.duplicate_slots;
@@ -174,16 +197,6 @@ ContextStats AsyncEmbContext::stats() const {
   stats.skipped_non_finite = counters.skipped_non_finite;
   stats.skipped_invalid = counters.skipped_invalid;
   stats.last_norm = counters.last_norm;
-  std::lock_guard state(state_mutex_);
-  for (const Pipeline pipeline : {Pipeline::kLookup, Pipeline::kUpdate}) {
-    stats.steps_armed[static_cast<std::size_t>(pipeline)] =
-        state_.armed(pipeline);
-    stats.steps_done[static_cast<std::size_t>(pipeline)] =
-        state_.finished(pipeline);
-  }
-  stats.table_moved = state_.table_moved();
-  stats.bytes_sent = bytes_sent_;
-  stats.wait_secs = wait_secs_;
   return stats;
 }
 

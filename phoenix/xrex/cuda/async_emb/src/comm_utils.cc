@@ -124,11 +124,16 @@ std::vector<Registry::ContextPtr> Registry::All(std::int64_t context_id) {
 }
 
 std::vector<Registry::ContextPtr> Registry::Remove(std::int64_t context_id) {
-  std::vector<ContextPtr> contexts = All(context_id);
+  std::vector<ContextPtr> contexts;
   std::lock_guard lock(mutex_);
-  std::erase_if(contexts_, [&](const auto& entry) {
-    return std::get<1>(entry.first) == context_id;
-  });
+  for (auto entry = contexts_.begin(); entry != contexts_.end();) {
+    if (std::get<1>(entry->first) == context_id) {
+      contexts.push_back(std::move(entry->second));
+      entry = contexts_.erase(entry);
+    } else {
+      ++entry;
+    }
+  }
   return contexts;
 }
 
