@@ -412,7 +412,7 @@ def test_copy_of_the_table_between_lookup_and_update_is_named(ctx):
         return embeddings, norm, valid, started[3]
 
     table = table_of(ctx)
-    embeddings, norm, valid, found = program(
+    _, norm, valid, found = program(
         put(ctx, small_ids(ctx), TOKENS),
         put(ctx, table, TABLE),
         put(ctx, random_grads(ctx), TOKENS),
@@ -420,7 +420,6 @@ def test_copy_of_the_table_between_lookup_and_update_is_named(ctx):
     assert np.isnan(norm)
     assert valid == 0
     np.testing.assert_array_equal(bits(found), bits(table))
-    assert np.isnan(np.array(embeddings, np.float32)).all()
     with pytest.raises(RuntimeError, match="table"):
         async_emb.check(ctx)
 
