@@ -34,10 +34,10 @@ void CombineSlices(const SliceShape& shape, const Bf16Bits* slices,
 void RouteGradients(const SliceShape& shape, const Bf16Bits* grads,
                     Bf16Bits* slices);
 
-// Writes *flag: 0 if the step is pending, its learning rate is finite, every
-// segment is -1 or an index below num_unique and, if asked, no row has two
-// slots; else 1. A step that is not pending has no inputs to be judged: nothing
-// is counted for it.
+// Writes the verdict on a step: is it pending, is every segment -1 or an index
+// below num_unique and, if asked, no row in two slots, is the learning rate
+// finite? A step that is not pending has no inputs to be judged: nothing is
+// counted for it.
 void CheckUpdate(const UpdateCheckArgs& args, std::byte* scratch,
                  StepCounters& counters);
 

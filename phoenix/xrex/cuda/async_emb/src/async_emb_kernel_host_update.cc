@@ -324,13 +324,10 @@ void UpdateAllRows(const ApplyArgs& args) {
 // The counter of the reason for which the step is skipped, or null.
 std::atomic<std::int64_t>* SkipCounter(const ApplyArgs& args, float norm,
                                        StepCounters& counters) {
-  if (args.scalars->pending == 0) return &counters.skipped_pending;
-  // The flag also tells of a learning rate that is not finite.
-  const bool rate_is_finite = std::isfinite(args.scalars->learning_rate);
-  if (args.stats[args.num_unique] != 0.0F && rate_is_finite) {
-    return &counters.skipped_invalid;
-  }
-  if (!rate_is_finite || !std::isfinite(norm)) {
+  const float verdict = args.stats[args.num_unique];
+  if (verdict >= kVerdictPending) return &counters.skipped_pending;
+  if (verdict >= kVerdictInvalid) return &counters.skipped_invalid;
+  if (verdict != kVerdictApply || !std::isfinite(norm)) {
     return &counters.skipped_non_finite;
   }
   return nullptr;
@@ -344,10 +341,15 @@ std::size_t CheckScratchBytes(std::int64_t num_unique) {
 
 void CheckUpdate(const UpdateCheckArgs& args, std::byte* scratch,
                  StepCounters& counters) {
-  const bool applies = args.scalars->pending != 0 &&
-                       InputsAreValid(args, scratch, counters) &&
-                       std::isfinite(args.scalars->learning_rate);
-  *args.flag = applies ? 0.0F : 1.0F;
+  if (args.scalars->pending == 0) {
+    *args.flag = kVerdictPending;
+  } else if (!InputsAreValid(args, scratch, counters)) {
+    *args.flag = kVerdictInvalid;
+  } else if (!std::isfinite(args.scalars->learning_rate)) {
+    *args.flag = kVerdictNonFinite;
+  } else {
+    *args.flag = kVerdictApply;
+  }
 }
 
 void ApplyAdagrad(const ApplyArgs& args, StepCounters& counters) {

@@ -125,6 +125,14 @@ struct SegmentSumArgs {
       nullptr;  // out [num_unique], row squared sums of bf16(accum)
 };
 
+// What a rank finds against a step, in the flag that is summed over the ranks.
+// The sum of up to 4095 ranks tells the reason that goes first: pending, then
+// invalid inputs, then a learning rate that is not finite.
+inline constexpr float kVerdictApply = 0.0F;
+inline constexpr float kVerdictNonFinite = 1.0F;
+inline constexpr float kVerdictInvalid = 4096.0F;
+inline constexpr float kVerdictPending = 4096.0F * 4096.0F;
+
 struct UpdateCheckArgs {
   const std::int32_t* segments = nullptr;  // [num_tokens], of all ranks
   std::int64_t num_tokens = 0;
@@ -136,8 +144,7 @@ struct UpdateCheckArgs {
   std::int64_t vocab_rows = 0;
   bool check_duplicates = false;  // asked for; the host checks in any case
   const UpdateScalars* scalars = nullptr;
-  float* flag = nullptr;  // out: 0 if this rank would apply the step as far as
-                          // it knows, else 1
+  float* flag = nullptr;  // out: one of kVerdict*
 };
 
 struct ApplyArgs {

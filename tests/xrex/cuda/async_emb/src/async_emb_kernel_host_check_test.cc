@@ -58,7 +58,7 @@ struct Check {
 
 TEST(CheckUpdateTest, GoodInputsLeaveTheFlagDown) {
   Check check;
-  EXPECT_EQ(check.Run(), 0.0F);
+  EXPECT_EQ(check.Run(), kVerdictApply);
   EXPECT_EQ(check.counters.segments_invalid, 0);
   EXPECT_EQ(check.counters.duplicate_slots, 0);
 }
@@ -66,13 +66,13 @@ TEST(CheckUpdateTest, GoodInputsLeaveTheFlagDown) {
 TEST(CheckUpdateTest, AnyNonZeroPendingIsPending) {
   Check check;
   check.scalars.pending = -7;
-  EXPECT_EQ(check.Run(), 0.0F);
+  EXPECT_EQ(check.Run(), kVerdictApply);
 }
 
 TEST(CheckUpdateTest, AStepThatIsNotPendingRaisesTheFlag) {
   Check check;
   check.scalars.pending = 0;
-  EXPECT_EQ(check.Run(), 1.0F);
+  EXPECT_EQ(check.Run(), kVerdictPending);
 }
 
 TEST(CheckUpdateTest, InputsOfAStepThatIsNotPendingAreNotCounted) {
@@ -89,7 +89,7 @@ class LearningRateTest : public ::testing::TestWithParam<float> {};
 TEST_P(LearningRateTest, ThatIsNotFiniteRaisesTheFlag) {
   Check check;
   check.scalars.learning_rate = GetParam();
-  EXPECT_EQ(check.Run(), 1.0F);
+  EXPECT_EQ(check.Run(), kVerdictNonFinite);
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -98,23 +98,30 @@ INSTANTIATE_TEST_SUITE_P(
                       -std::numeric_limits<float>::infinity(),
                       std::numeric_limits<float>::quiet_NaN()));
 
+TEST(CheckUpdateTest, InvalidInputsGoBeforeABadLearningRate) {
+  Check check;
+  check.segments[1] = 5;
+  check.scalars.learning_rate = std::numeric_limits<float>::quiet_NaN();
+  EXPECT_EQ(check.Run(), kVerdictInvalid);
+}
+
 class InvalidSegmentTest : public ::testing::TestWithParam<std::int32_t> {};
 
 TEST_P(InvalidSegmentTest, OfAnOwnTokenRaisesTheFlagAndIsCounted) {
   Check check;
   check.segments[1] = GetParam();
-  EXPECT_EQ(check.Run(), 1.0F);
+  EXPECT_EQ(check.Run(), kVerdictInvalid);
   EXPECT_EQ(check.counters.segments_invalid, 1);
 }
 
 TEST_P(InvalidSegmentTest, OfAnotherRankRaisesTheFlagAndIsNotCounted) {
   Check before;
   before.segments[0] = GetParam();
-  EXPECT_EQ(before.Run(), 1.0F);
+  EXPECT_EQ(before.Run(), kVerdictInvalid);
   EXPECT_EQ(before.counters.segments_invalid, 0);
   Check behind;
   behind.segments[7] = GetParam();
-  EXPECT_EQ(behind.Run(), 1.0F);
+  EXPECT_EQ(behind.Run(), kVerdictInvalid);
   EXPECT_EQ(behind.counters.segments_invalid, 0);
 }
 
@@ -131,49 +138,49 @@ TEST(CheckUpdateTest, CountsOwnInvalidSegmentsOverSteps) {
 
 TEST(CheckUpdateTest, DuplicatesRaiseTheFlagAndEachLaterSlotIsCounted) {
   Check check({50, 3, 50, 3, 50});
-  EXPECT_EQ(check.Run(), 1.0F);
+  EXPECT_EQ(check.Run(), kVerdictInvalid);
   EXPECT_EQ(check.counters.duplicate_slots, 3);
 }
 
 TEST(CheckUpdateTest, NeighboursThatAreEqualAreDuplicates) {
   Check check({3, 7, 7, 50, 100});
-  EXPECT_EQ(check.Run(), 1.0F);
+  EXPECT_EQ(check.Run(), kVerdictInvalid);
   EXPECT_EQ(check.counters.duplicate_slots, 1);
 }
 
 TEST(CheckUpdateTest, ANegativeIdIsADuplicateOfTheRowItMeans) {
   Check check({99, 7, -1, 1, 2});
-  EXPECT_EQ(check.Run(), 1.0F);
+  EXPECT_EQ(check.Run(), kVerdictInvalid);
   EXPECT_EQ(check.counters.duplicate_slots, 1);
 }
 
 TEST(CheckUpdateTest, DistinctSlotsNeedNoOrder) {
   Check check({-1, 50, 3, 0, 98});
-  EXPECT_EQ(check.Run(), 0.0F);
+  EXPECT_EQ(check.Run(), kVerdictApply);
 }
 
 TEST(CheckUpdateTest, UnusedSlotsAreNoDuplicates) {
   Check check({100, -101, kMaxInt32, kMinInt32, 100, -101, kMaxInt32});
-  EXPECT_EQ(check.Run(), 0.0F);
+  EXPECT_EQ(check.Run(), kVerdictApply);
 }
 
 TEST(CheckUpdateTest, UnusedSlotsBetweenOthersHideNoDuplicate) {
   Check check({7, 100, 7, -101, 8});
-  EXPECT_EQ(check.Run(), 1.0F);
+  EXPECT_EQ(check.Run(), kVerdictInvalid);
   EXPECT_EQ(check.counters.duplicate_slots, 1);
 }
 
 TEST(CheckUpdateTest, DuplicatesPassUnlessTheyAreAskedFor) {
   Check check({3, 3, 3, 3, 3});
   check.check_duplicates = false;
-  EXPECT_EQ(check.Run(), 0.0F);
+  EXPECT_EQ(check.Run(), kVerdictApply);
   EXPECT_EQ(check.counters.duplicate_slots, 0);
 }
 
 TEST(CheckUpdateTest, OneSlotIsNoDuplicate) {
   Check check({0});
   check.segments = {0, 0, 0, 0};
-  EXPECT_EQ(check.Run(), 0.0F);
+  EXPECT_EQ(check.Run(), kVerdictApply);
 }
 
 TEST(CheckUpdateTest, CountsTheDuplicatesOfManySlots) {
@@ -203,14 +210,14 @@ TEST(CheckUpdateTest, RowsThatDifferBy32BitsAreDistinct) {
   Check check({0, -1});
   check.vocab_rows = (std::int64_t{1} << 32) + 1;
   check.segments = {0, 1, 1, 1};
-  EXPECT_EQ(check.Run(), 0.0F);
+  EXPECT_EQ(check.Run(), kVerdictApply);
 }
 
 TEST(CheckUpdateTest, AFullListOfDistinctSlotsIsGood) {
   std::vector<std::int32_t> slots;
   for (std::int32_t i = 0; i < 100; ++i) slots.push_back((i * 37) % 100);
   Check check(slots);
-  EXPECT_EQ(check.Run(), 0.0F);
+  EXPECT_EQ(check.Run(), kVerdictApply);
 }
 
 }  // namespace

@@ -36,8 +36,6 @@ INSTANTIATE_TEST_SUITE_P(Slots, NormTest,
 
 struct Skip {
   std::string name;
-  std::int32_t pending;
-  float learning_rate;
   float flag;
   float stat;
   std::int64_t pending_count;
@@ -48,8 +46,6 @@ struct Skip {
 class SkippedStepTest : public ::testing::TestWithParam<Skip> {
  protected:
   SkippedStepTest() : apply_(5, 3, {0, 1, 4}, kLazy) {
-    apply_.scalars.pending = GetParam().pending;
-    apply_.scalars.learning_rate = GetParam().learning_rate;
     apply_.flag() = GetParam().flag;
     apply_.stat(1) = GetParam().stat;
     apply_.stat(2) = GetParam().stat;
@@ -84,15 +80,19 @@ TEST_P(SkippedStepTest, IsCountedUnderTheFirstReason) {
 INSTANTIATE_TEST_SUITE_P(
     Reasons, SkippedStepTest,
     ::testing::Values(
-        Skip{"NotPending", 0, 0.1F, 1.0F, 1.0F, 1, 0, 0},
-        Skip{"NotPendingAndNan", 0, kNan, 4.0F, kNan, 1, 0, 0},
-        Skip{"InvalidOnOneRank", 1, 0.1F, 1.0F, 1.0F, 0, 1, 0},
-        Skip{"InvalidAndInfiniteNorm", 1, 0.1F, 4.0F, kInf, 0, 1, 0},
-        Skip{"NanLearningRate", 1, kNan, 4.0F, 1.0F, 0, 0, 1},
-        Skip{"InfiniteLearningRate", 1, -kInf, 4.0F, 1.0F, 0, 0, 1},
-        Skip{"InfiniteNorm", 1, 0.1F, 0.0F, kInf, 0, 0, 1},
-        Skip{"OverflowOfTheNorm", 1, 0.1F, 0.0F, 3.4e38F, 0, 0, 1},
-        Skip{"NanNorm", 1, 0.1F, 0.0F, kNan, 0, 0, 1}),
+        Skip{"NotPending", kVerdictPending, 1.0F, 1, 0, 0},
+        Skip{"NotPendingAndNan", 4 * kVerdictPending, kNan, 1, 0, 0},
+        Skip{"NotPendingOnOneRank", kVerdictPending + 3 * kVerdictInvalid, 1.0F,
+             1, 0, 0},
+        Skip{"InvalidOnOneRank", kVerdictInvalid, 1.0F, 0, 1, 0},
+        Skip{"InvalidAndInfiniteNorm", 4 * kVerdictInvalid, kInf, 0, 1, 0},
+        Skip{"InvalidAndBadRates", kVerdictInvalid + 3 * kVerdictNonFinite,
+             1.0F, 0, 1, 0},
+        Skip{"BadRate", 4 * kVerdictNonFinite, 1.0F, 0, 0, 1},
+        Skip{"BadRateOnManyRanks", 4095 * kVerdictNonFinite, 1.0F, 0, 0, 1},
+        Skip{"InfiniteNorm", kVerdictApply, kInf, 0, 0, 1},
+        Skip{"OverflowOfTheNorm", kVerdictApply, 3.4e38F, 0, 0, 1},
+        Skip{"NanNorm", kVerdictApply, kNan, 0, 0, 1}),
     [](const auto& info) { return info.param.name; });
 
 TEST(ApplyAdagradTest, AStepThatRunsIsNotCountedAsSkipped) {
