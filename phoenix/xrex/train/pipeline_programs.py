@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from xrex.optimizers.recsys import GradientUpdate
 from xrex.train.engines import EmbeddingEngine
 from xrex.train.evaluation import evaluation_program
 from xrex.train.prepared_batch import DeviceBatch
-from xrex.train.train_state import StepMetrics, TrainSetup, TrainState, shardings_of
+from xrex.train.train_state import StepMetrics, TrainSetup, TrainState, place, shardings_of
 
 
 class Deferred(NamedTuple):
@@ -114,5 +115,5 @@ class PipelinePrograms:
 def nothing_deferred(setup: TrainSetup) -> Deferred:
     """What the first step finds instead of gradients: the exchange runs and changes nothing."""
     empty = GradientUpdate.empty(setup.ctx, setup.vocab_rows)
-    zero = jax.device_put(jnp.int32(0), setup.replicated())
-    return Deferred(empty._replace(pending=zero), jnp.copy(zero))
+    pending, step = (place(np.int32(0), setup.replicated()) for _ in range(2))
+    return Deferred(empty._replace(pending=pending), step)

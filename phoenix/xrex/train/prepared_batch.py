@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from xrex.cuda.async_emb.async_emb import make_segments
-from xrex.train.train_state import TrainSetup
+from xrex.train.train_state import TrainSetup, place
 
 _INT32 = np.iinfo(np.int32)
 
@@ -55,10 +54,10 @@ def prepare_batch(setup: TrainSetup, batch: Any) -> PreparedBatch:
     tokens, replicated = setup.token_sharding(), setup.replicated()
     arrays = DeviceBatch(
         # Ids that int32 cannot hold stay outside the table when they are clamped.
-        ids=_place(np.clip(ids, _INT32.min, _INT32.max).astype(np.int32).reshape(-1), tokens),
-        segment_ids=_place(segment_ids, tokens),
-        unique_tokens=_place(unique_tokens, replicated),
-        batch=jax.tree.map(lambda x: _place(np.asarray(x), tokens), batch),
+        ids=place(np.clip(ids, _INT32.min, _INT32.max).astype(np.int32).reshape(-1), tokens),
+        segment_ids=place(segment_ids, tokens),
+        unique_tokens=place(unique_tokens, replicated),
+        batch=jax.tree.map(lambda x: place(np.asarray(x), tokens), batch),
     )
     return PreparedBatch(batch, arrays)
 
@@ -104,7 +103,3 @@ def _check_tokens(setup: TrainSetup, ids: np.ndarray, mask: np.ndarray, batch: A
                 f"batch{jax.tree_util.keystr(path)} has shape {list(np.shape(leaf))}; the first "
                 f"dimension of every array must be the {ids.shape[0]} examples"
             )
-
-
-def _place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

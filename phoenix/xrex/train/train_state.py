@@ -139,12 +139,12 @@ def init_state(setup: TrainSetup, dense_params: Any, table: Any) -> TrainState:
         )
     dense_params = jax.tree.map(lambda x: _on_mesh(x, setup), dense_params)
     state = TrainState(
-        step=jax.device_put(np.int32(0), setup.replicated()),
+        step=place(np.int32(0), setup.replicated()),
         dense_params=dense_params,
         dense_opt_state=jax.tree.map(
             lambda x: _on_mesh(x, setup), setup.dense_optimizer.init(dense_params)
         ),
-        table=jax.device_put(table, setup.table_sharding()),
+        table=place(table, setup.table_sharding()),
         embedding_state=setup.embedding_optimizer.init_state(setup.ctx, setup.vocab_rows),
     )
     copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings_of(state))
@@ -156,9 +156,15 @@ def shardings_of(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.sharding, tree)
 
 
+def place(array: Any, sharding: NamedSharding) -> jax.Array:
+    """Puts an array that every process has onto the devices, each process its own devices' part."""
+    host = np.asarray(array)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
 def _on_mesh(x: Any, setup: TrainSetup) -> jax.Array:
     """The array as it is if it lies on the mesh, else replicated over it."""
     sharding = getattr(x, "sharding", None)
     if isinstance(sharding, NamedSharding) and sharding.mesh == setup.ctx.mesh:
         return x
-    return jax.device_put(x, setup.replicated())
+    return place(x, setup.replicated())

@@ -1,0 +1,151 @@
+"""The training program from its command line, on a small generated data set."""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib.image
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+from xrex.train import train_recsys
+
+SMALL = (
+    "--dataset=zipf",
+    "--zipf_examples=2000",
+    "--devices=2",
+    "--batch_size=64",
+    "--emb_width=8",
+    "--table_rows=4096",
+    "--checkpoint_every=10",
+    "--log_every=5",
+)
+
+
+class Outcome(NamedTuple):
+    status: int
+    output: str
+    errors: str
+
+
+def run(*arguments: str) -> Outcome:
+    """Runs the program in this process."""
+    environment = dict(os.environ)
+    output, errors = io.StringIO(), io.StringIO()
+    with (
+        flagsaver.flagsaver(),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
+    ):
+        rest = flags.FLAGS(["train_recsys", *arguments])
+        status = train_recsys.main(rest)
+    os.environ.clear()
+    os.environ.update(environment)
+    return Outcome(status, output.getvalue(), errors.getvalue())
+
+
+def records(workdir: Path, split: str) -> list[dict[str, Any]]:
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["split"] == split]
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    """A run of 20 steps, in one go."""
+    workdir = tmp_path_factory.mktemp("whole") / "run"
+    return workdir, run(*SMALL, "--steps=20", f"--workdir={workdir}")
+
+
+def test_run_reports_metrics_time_and_files_and_writes_them(
+    whole_run: tuple[Path, Outcome],
+) -> None:
+    workdir, outcome = whole_run
+    assert outcome.status == 0
+    assert [record["step"] for record in records(workdir, "train")] == [5, 10, 15, 20]
+    assert [record["step"] for record in records(workdir, "valid")] == [10, 20]
+    (test,) = records(workdir, "test")
+    assert test["auc"] > 0.55
+    assert f"test {test['auc']:15.4f}{test['log_loss']:10.4f}" in outcome.output
+    for words in ("Where the time went:", "2 ranks", "0 ids out of range", "0 skipped"):
+        assert words in outcome.output
+    assert "AUC=" in outcome.errors  # the progress bar
+    assert "examples/s=" in outcome.errors
+    for name in ("metrics.jsonl", "training.png", "checkpoints"):
+        assert str(workdir / name) in outcome.output
+    assert matplotlib.image.imread(workdir / "training.png").ndim == 3
+    assert sorted(path.name for path in (workdir / "checkpoints").iterdir()) == ["10", "20"]
+
+
+def test_resumed_run_ends_as_the_uninterrupted_one(
+    whole_run: tuple[Path, Outcome], tmp_path: Path
+) -> None:
+    whole, resumed = whole_run[0], tmp_path / "resumed"
+    run(*SMALL, "--steps=10", f"--workdir={resumed}")
+    outcome = run(*SMALL, "--steps=20", f"--workdir={resumed}", "--resume")
+    assert outcome.status == 0
+    assert records(resumed, "test")[-1] == records(whole, "test")[-1]
+    assert records(resumed, "train")[-1]["loss"] == records(whole, "train")[-1]["loss"]
+
+
+def test_synchronous_mode_trains_without_the_engine(tmp_path: Path) -> None:
+    workdir = tmp_path / "run"
+    outcome = run(*SMALL, "--steps=20", "--mode=synchronous", f"--workdir={workdir}")
+    assert outcome.status == 0
+    assert records(workdir, "test")[0]["auc"] > 0.55
+    assert "Embedding engine" not in outcome.output
+
+
+def test_folder_of_another_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    outcome = run(*SMALL, f"--workdir={tmp_path}")
+    assert outcome.status == 1
+    assert "holds the checkpoints of another run; give --resume" in outcome.errors
+
+
+def test_resuming_without_a_folder_is_refused() -> None:
+    outcome = run(*SMALL, "--resume")
+    assert outcome.status == 1
+    assert "--resume needs the --workdir" in outcome.errors
+
+
+def test_missing_data_is_named(tmp_path: Path) -> None:
+    outcome = run(f"--data_dir={tmp_path}", f"--workdir={tmp_path}")
+    assert outcome.status == 1
+    assert f"{tmp_path}/ml-100k.user: cannot be read" in outcome.errors
+
+
+def test_default_folder_is_new_and_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    run(f"--data_dir={tmp_path}")
+    outcome = run(f"--data_dir={tmp_path}")
+    assert len(list(tmp_path.glob("train_recsys-*"))) == 2
+    assert f"work folder: {tmp_path}/train_recsys-" in outcome.output
+
+
+def test_relative_folder_is_relative_to_where_bazel_was_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(tmp_path))
+    assert train_recsys.choose_workdir("runs/a", resume=False) == tmp_path / "runs/a"
+
+
+def test_program_makes_its_devices_itself(tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, "-m", "xrex.train.train_recsys", *SMALL, "--devices=4", "--steps=2"]
+    done = subprocess.run(
+        [*command, f"--workdir={tmp_path / 'run'}"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "4 ranks, " in done.stdout
