@@ -189,10 +189,10 @@ class Trainer:
     ) -> TrainState:
         config, timer = self._config, self._timer
         progress = self._make_progress(first_step, config.end_step)
+        # One batch more than steps: a last step without a successor would be compiled anew.
+        end = config.end_step + 1
         batches = look_ahead(
-            training_batches(
-                self._splits.train, config.batch_size, config.seed, first_step, config.end_step
-            )
+            training_batches(self._splits.train, config.batch_size, config.seed, first_step, end)
         )
         for number in range(first_step + 1, config.end_step + 1):
             with timer.phase("data"):

@@ -33,7 +33,7 @@ def test_masked_mean_of_no_value_is_zero() -> None:
 def test_padding_slots_get_no_gradient() -> None:
     model = MlpRanker(LAYOUT, 8, hidden=(16,), crosses=[("user", "tags")])
     embeddings, batch = random_batch(0)
-    grad = jax.grad(lambda emb: model.loss(model.init(0), emb, batch)[0])(embeddings)
+    grad = jax.jit(jax.grad(lambda emb: model.loss(model.init(0), emb, batch)[0]))(embeddings)
     assert np.asarray(grad[:, 3] == 0).all()
     assert np.asarray(grad[:, 1] != 0).any()
 
@@ -42,10 +42,11 @@ def test_examples_of_weight_zero_do_not_count() -> None:
     model = MlpRanker(LAYOUT, 8, hidden=(16,))
     embeddings, batch = random_batch(1)
     params = model.init(0)
-    whole, _ = model.loss(params, embeddings[:2], jax.tree.map(lambda x: x[:2], batch))
+    loss = jax.jit(model.loss)
+    whole, _ = loss(params, embeddings[:2], jax.tree.map(lambda x: x[:2], batch))
     weights = np.array([1, 1, 0, 0], np.float32)
     filled = Batch(batch.ids, batch.mask, batch.labels, weights)
-    weighted, _ = model.loss(params, embeddings, filled)
+    weighted, _ = loss(params, embeddings, filled)
     assert float(weighted) == pytest.approx(float(whole), rel=1e-6)
 
 
@@ -53,7 +54,7 @@ def test_loss_of_a_batch_without_examples_is_zero() -> None:
     model = MlpRanker(LAYOUT, 8, hidden=(16,))
     embeddings, batch = random_batch(2)
     empty = Batch(batch.ids, batch.mask, batch.labels, np.zeros(4, np.float32))
-    assert float(model.loss(model.init(0), embeddings, empty)[0]) == 0.0
+    assert float(jax.jit(model.loss)(model.init(0), embeddings, empty)[0]) == 0.0
 
 
 def test_same_seed_gives_the_same_parameters() -> None:
