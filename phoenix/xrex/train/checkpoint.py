@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,13 @@ _STATE, _CONFIG = "state", "config"
 
 class CheckpointConfigError(ValueError):
     """A checkpoint that belongs to a run with other settings."""
+
+
+class Flushable(Protocol):
+    """What a checkpoint needs of a training step."""
+
+    def flush(self, state: TrainState) -> TrainState:
+        """Brings what is in flight to rest; see `PipelinedTrainStep.flush`."""
 
 
 class Checkpoints:
@@ -49,17 +56,24 @@ class Checkpoints:
             item_names=(_STATE, _CONFIG),
         )
 
-    def save(self, state: TrainState) -> bool:
-        """Saves a state whose pipeline was flushed, under its step. Returns when it is on disk.
+    def save(self, train_step: Flushable, state: TrainState) -> TrainState:
+        """Flushes the pipeline and saves the state under its step. Returns when it is on disk.
+
+        A checkpoint of this step that is there already is left as it is.
+
+        Args:
+          train_step: the step that the state came out of.
+          state: the state that came out last. It is used up.
 
         Returns:
-          False if the checkpoint of this step is there already.
+          The flushed state, to go on with.
         """
-        step = int(state.step)
-        if step in self._manager.all_steps():
-            return False
+        state = train_step.flush(state)
+        number = int(state.step)
+        if number in self._manager.all_steps():
+            return state
         self._manager.save(
-            step,
+            number,
             args=ocp.args.Composite(
                 **{
                     _STATE: ocp.args.StandardSave(state),
@@ -67,7 +81,7 @@ class Checkpoints:
                 }
             ),
         )
-        return True
+        return state
 
     def latest_step(self) -> int | None:
         """The step of the newest complete checkpoint; None if there is none."""

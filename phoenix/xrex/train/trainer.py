@@ -221,9 +221,8 @@ class Trainer:
         """Brings the pipeline to rest, saves, and evaluates unless the run ends here anyway."""
         with self._timer.phase("steps"):
             log.read_all()
-            state = step.flush(state)
         with self._timer.phase("checkpoint"):
-            checkpoints.save(state)
+            state = checkpoints.save(step, state)
         if number < self._config.end_step:
             state, _ = self._evaluate(step, state, log, "valid")
         return state

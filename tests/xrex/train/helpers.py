@@ -54,9 +54,15 @@ def toy_gradient(embeddings: np.ndarray, batch: ToyBatch) -> np.ndarray:
     return total.astype(ml_dtypes.bfloat16)
 
 
-def toy_setup(optimizer: Any = EAGER, *, loss_fn: Any = toy_loss, **changes: Any) -> TrainSetup:
-    """A setup over all devices; `changes` replace fields of the setup."""
-    mesh = Mesh(np.array(jax.devices()), ("data",))
+def toy_setup(
+    optimizer: Any = EAGER,
+    *,
+    loss_fn: Any = toy_loss,
+    num_devices: int | None = None,
+    **changes: Any,
+) -> TrainSetup:
+    """A setup over the first devices, by default all; `changes` replace fields of the setup."""
+    mesh = Mesh(np.array(jax.devices()[:num_devices]), ("data",))
     ctx = async_emb.make_context_handle(
         mesh,
         "data",

@@ -1,4 +1,6 @@
+import concurrent.futures
 import gc
+import threading
 from typing import Any
 
 import jax
@@ -172,6 +174,36 @@ def test_failed_step_changes_neither_table_nor_dense_parameters() -> None:
 
 def host_without_step(state: TrainState) -> TrainState:
     return helpers.host_copy(state)._replace(step=None)
+
+
+class GatedEngine(NativeEngine):
+    """Comes to rest only when it is aborted, like an engine whose peer is lost."""
+
+    def __init__(self) -> None:
+        super().__init__(SETUP.ctx)
+        self.waiting, self.aborted = threading.Event(), threading.Event()
+
+    def settle(self) -> None:
+        self.waiting.set()
+        assert self.aborted.wait(timeout=20)
+        super().settle()
+
+    def abort(self) -> None:
+        super().abort()
+        self.aborted.set()
+
+
+def test_abort_from_another_thread_wakes_a_flush_that_waits() -> None:
+    engine = GatedEngine()
+    run = Run(2, engine)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        flushing = pool.submit(run.step.flush, run.state)
+        assert engine.waiting.wait(timeout=20)
+        run.step.abort()
+        with pytest.raises(TrainStepError, match="async_emb communicator aborted") as caught:
+            flushing.result()
+    run.oracle.flush()
+    helpers.assert_same_table(caught.value.state, run.oracle.state)
 
 
 def test_exception_in_the_program_ends_the_exchange_and_keeps_deferred_gradients(
