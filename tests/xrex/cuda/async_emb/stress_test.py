@@ -5,25 +5,24 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from tests.xrex.cuda.async_emb.pipeline_pieces import (
-    INITIAL_ACCUMULATOR,
     LEARNING_RATE,
     OPTIMIZER,
     VOCAB_ROWS,
     Pieces,
     assert_rows,
     assert_state,
+    initial_state,
     random_ids,
-    table_of,
 )
-from tests.xrex.cuda.async_emb.testing import put, ready_context
+from tests.xrex.cuda.async_emb.testing import bits, put, ready_context
 from xrex.cuda.async_emb import async_emb
 from xrex.cuda.async_emb.reference import (
     Batch,
     EagerDecay,
     ScheduleOracle,
-    TableState,
     exact_update,
 )
 from xrex.optimizers.recsys import GradientUpdate
@@ -95,9 +94,53 @@ def make_batches(ctx):
     return batches
 
 
-def expected_end(ctx, batches):
-    """The oracle after all steps and a flush."""
+class Run:
+    """A run from the initial state; steps are dispatched and not waited for."""
 
+    def __init__(self, pieces, batches):
+        ctx = pieces.ctx
+        self._pieces = pieces
+        self._step = training_step(pieces)
+        self._batches = [
+            Batch(
+                put(ctx, batch.ids, ctx.tokens_spec),
+                put(ctx, batch.segment_ids, ctx.tokens_spec),
+                put(ctx, batch.unique_tokens, jax.P()),
+            )
+            for batch in batches
+        ]
+        self._num_steps = 0
+        self.table, self._pin = pieces.lookup_start(self._batches[0].ids, pieces.table())
+        self.state = pieces.state()
+        self._update = GradientUpdate.empty(ctx, VOCAB_ROWS)
+        self.deviation = put(ctx, np.zeros(ctx.group_size, np.int32), ctx.tokens_spec)
+
+    def step(self):
+        batch = self._batches[self._num_steps % NUM_BATCHES]
+        self._num_steps += 1
+        next_ids = self._batches[self._num_steps % NUM_BATCHES].ids
+        self.table, self.state, self._update, self.deviation, self._pin = self._step(
+            self.table,
+            self.state,
+            self._update,
+            self.deviation,
+            self._pin,
+            *batch[1:],
+            next_ids,
+        )
+        if self._num_steps % MAX_STEPS_IN_FLIGHT == 0:
+            jax.block_until_ready(self.deviation)
+
+    def flush(self):
+        """Finishes what is in flight; the rows of the lookup."""
+        embeddings, table = self._pieces.lookup_done(self.table, self._pin)
+        in_flight = self._pieces.update_start(self._update, table, self.state)
+        result = self._pieces.update_done(in_flight)
+        self.table, self.state = result.table, result.state
+        return embeddings
+
+
+def make_oracle(ctx):
     def update(state, grads, batch, step):
         del step
         return exact_update(
@@ -110,46 +153,67 @@ def expected_end(ctx, batches):
             decay=EagerDecay(OPTIMIZER.decay_factor, OPTIMIZER.weight_decay_factor),
         )
 
-    accumulator = np.full(VOCAB_ROWS, INITIAL_ACCUMULATOR, np.float32)
-    start = TableState(table_of(ctx), accumulator)
-    oracle = ScheduleOracle(start, lambda rows, *_: gradients(rows), update)
-    for step in range(NUM_STEPS):
-        oracle.step(batches[step % NUM_BATCHES], batches[(step + 1) % NUM_BATCHES])
-    before_flush = oracle.state
-    oracle.flush()
-    return before_flush, oracle.state
+    return ScheduleOracle(initial_state(ctx), lambda rows, *_: gradients(rows), update)
+
+
+def oracle_step(oracle, batches):
+    number = oracle.next_step
+    oracle.step(batches[number % NUM_BATCHES], batches[(number + 1) % NUM_BATCHES])
 
 
 def test_thousands_of_steps_beside_collectives():
     with ready_context(name="stress") as ctx:
-        pieces = Pieces(ctx)
-        step = training_step(pieces)
         batches = make_batches(ctx)
-        placed = [
-            Batch(
-                put(ctx, batch.ids, ctx.tokens_spec),
-                put(ctx, batch.segment_ids, ctx.tokens_spec),
-                put(ctx, batch.unique_tokens, jax.P()),
-            )
-            for batch in batches
-        ]
-        table, pin = pieces.lookup_start(placed[0].ids, pieces.table())
-        state, update = pieces.state(), GradientUpdate.empty(ctx, VOCAB_ROWS)
-        deviation = put(ctx, np.zeros(ctx.group_size, np.int32), ctx.tokens_spec)
-        for number in range(NUM_STEPS):
-            batch, next_batch = placed[number % NUM_BATCHES], placed[(number + 1) % NUM_BATCHES]
-            table, state, update, deviation, pin = step(
-                table, state, update, deviation, pin, *batch[1:], next_batch.ids
-            )
-            if number % MAX_STEPS_IN_FLIGHT == 0:
-                jax.block_until_ready(deviation)
-        embeddings, table = pieces.lookup_done(table, pin)
-        result = pieces.update_done(pieces.update_start(update, table, state))
-        jax.block_until_ready(result)
+        run = Run(Pieces(ctx), batches)
+        for _ in range(NUM_STEPS):
+            run.step()
+        embeddings = run.flush()
+        jax.block_until_ready(run.state)
         async_emb.check(ctx)
 
-        before_flush, expected = expected_end(ctx, batches)
-        np.testing.assert_array_equal(deviation, 0)
-        assert_rows(embeddings, before_flush.table, batches[NUM_STEPS % NUM_BATCHES].ids)
-        assert_state(result.table, result.state, expected)
+        oracle = make_oracle(ctx)
+        for _ in range(NUM_STEPS):
+            oracle_step(oracle, batches)
+        np.testing.assert_array_equal(run.deviation, 0)
+        last_ids = batches[NUM_STEPS % NUM_BATCHES].ids
+        assert_rows(embeddings, oracle.state.table, last_ids)
+        oracle.flush()
+        assert_state(run.table, run.state, oracle.state)
         assert async_emb.stats(ctx)[0].table_moved == 0
+
+
+def states_that_fit(run, ctx, states):
+    """For each rank, the indices of those states that its columns and its row_state are."""
+    table = bits(run.table)
+    fitting = []
+    for rank, shard in enumerate(run.state.row_state.addressable_shards):
+        columns = slice(rank * ctx.shard_width, (rank + 1) * ctx.shard_width)
+        fitting.append(
+            {
+                index
+                for index, state in enumerate(states)
+                if np.array_equal(table[:, columns], bits(state.table)[:, columns])
+                and np.array_equal(bits(shard.data), bits(state.row_state))
+            }
+        )
+    return fitting
+
+
+@pytest.mark.parametrize("num_steps_before", range(1, MAX_STEPS_IN_FLIGHT, 3))
+def test_abort_of_a_run_leaves_all_ranks_at_the_same_step(num_steps_before):
+    with ready_context(name="aborted") as ctx:
+        batches = make_batches(ctx)
+        run = Run(Pieces(ctx), batches)
+        for _ in range(num_steps_before):
+            run.step()
+        async_emb.abort(ctx)  # wherever the devices are by now
+        for _ in range(3):
+            run.step()
+        run.flush()
+
+        oracle = make_oracle(ctx)
+        states = [oracle.state]
+        for _ in range(num_steps_before):
+            oracle_step(oracle, batches)
+            states.append(oracle.state)
+        assert set.intersection(*states_that_fit(run, ctx, states))
