@@ -21,8 +21,6 @@ from jax import lax
 from xrex.cuda.async_emb import operands
 from xrex.cuda.async_emb.handle import AsyncEmbContextHandle
 
-_INT32_MAX = np.iinfo(np.int32).max
-
 
 def lookup(token_ids: Any, table: Any, ctx: AsyncEmbContextHandle) -> jax.Array:
     """Looks this rank's tokens up.
@@ -186,7 +184,7 @@ class _PreparedStep(NamedTuple):
     valid: jax.Array  # bool []
     learning_rate: jax.Array  # float32 []
     read_rows: jax.Array  # int32 [U], any row for slots that update none
-    write_rows: jax.Array  # int32 [U], distinct, beyond the table for rows to leave alone
+    write_rows: jax.Array  # uint32 [U], distinct, beyond the table for rows to leave alone
 
 
 def _prepare(
@@ -231,8 +229,8 @@ def _prepare(
     rows, in_table = _wrap_ids(unique_tokens, table.shape[0])
     if ctx.options.check_inputs or ctx.platform == "cpu":
         valid &= ~_has_duplicates(rows, in_table, table.shape[0])
-    beyond = _INT32_MAX - jnp.arange(num_slots, dtype=jnp.int32)
-    write_rows = jnp.where(in_table & valid, rows, beyond)
+    beyond = _rows_beyond(table.shape[0], num_slots)
+    write_rows = jnp.where(in_table & valid, rows.astype(jnp.uint32), beyond)
     return _PreparedStep(row_grads, stats, norm, valid, rate, rows, write_rows)
 
 
@@ -263,6 +261,11 @@ def _read_rows(array: jax.Array, rows: jax.Array) -> jax.Array:
 
 def _set_rows(array: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
     return array.at[rows].set(values, mode="drop", unique_indices=True)
+
+
+def _rows_beyond(num_rows: int, num_slots: int) -> jax.Array:
+    """Returns distinct row numbers outside the table, unsigned, as int32 may not have as many."""
+    return np.uint32(num_rows) + jnp.arange(num_slots, dtype=jnp.uint32)
 
 
 def _wrap_ids(ids: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:

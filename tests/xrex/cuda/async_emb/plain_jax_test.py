@@ -3,6 +3,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -246,6 +247,23 @@ class TestUpdate:
         state, *_ = program(state, *case[1:], np.int32(1), np.float32(0.1))
         after = [s.data.unsafe_buffer_pointer() for s in state.table.addressable_shards]
         assert before == after
+
+
+class TestRowsBeyond:
+    """Row numbers of slots that update nothing."""
+
+    def test_they_lie_outside_the_largest_table(self) -> None:
+        num_rows = 2**31 - 1
+        rows = np.asarray(plain_jax._rows_beyond(num_rows, NUM_SLOTS)).astype(np.int64)
+        assert rows.min() >= num_rows
+        assert len(set(rows.tolist())) == NUM_SLOTS
+
+    @pytest.mark.parametrize("num_rows", [1, NUM_ROWS, 2**31 - 1])
+    def test_writing_to_them_changes_nothing(self, num_rows: int) -> None:
+        rows = plain_jax._rows_beyond(num_rows, NUM_SLOTS)
+        array = jnp.zeros(min(num_rows, NUM_ROWS))
+        written = jax.jit(plain_jax._set_rows)(array, rows, jnp.ones(NUM_SLOTS))
+        np.testing.assert_array_equal(np.asarray(written), 0)
 
 
 @on_ranks(8)
