@@ -24,7 +24,6 @@ def main() -> None:
         num_unique=NUM_TOKENS,
         num_devices_per_node=num_devices,
     )
-    async_emb.initialize(ctx)
 
     @jax.jit
     def read(ids: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -34,11 +33,11 @@ def main() -> None:
     ids = np.arange(NUM_TOKENS, dtype=np.int32) * 7
     values = np.arange(NUM_ROWS * NUM_COLUMNS).reshape(NUM_ROWS, NUM_COLUMNS) % 251
     table = jax.device_put(
-        jnp.asarray(values, jnp.bfloat16), jax.NamedSharding(ctx.mesh, lookup.table_spec(ctx))
+        jnp.asarray(values, jnp.bfloat16), jax.NamedSharding(ctx.mesh, ctx.table_spec)
     )
-    rows, _ = read(ids, table)
-    np.testing.assert_array_equal(np.asarray(rows), np.asarray(table)[ids])
-    async_emb.destroy(ctx)
+    with async_emb.initialized(ctx):
+        rows, _ = read(ids, table)
+        np.testing.assert_array_equal(np.asarray(rows), np.asarray(table)[ids])
     print(f"consumer: {NUM_TOKENS} rows of {NUM_COLUMNS} read by {num_devices} devices")
 
 

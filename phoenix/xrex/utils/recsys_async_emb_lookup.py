@@ -2,7 +2,7 @@
 
 Each function is one `jax.shard_map` over the context's mesh and is legal inside `jax.jit`, on Auto
 and Explicit meshes. N = R * T tokens; V rows; W columns. Tokens are sharded over the data axes, the
-columns of the table over the table axes: `tokens_spec`, `table_spec`.
+columns of the table over the table axes: `ctx.tokens_spec`, `ctx.table_spec`.
 
 Differentiate a loss with respect to the embeddings that `lookup_done` returns; that gradient is
 what the optimizers take. Gates and pins carry order only: no gradient flows through them.
@@ -13,21 +13,10 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from xrex.cuda.async_emb import async_emb, operands
 from xrex.cuda.async_emb.async_emb import AsyncEmbContextHandle
 from xrex.utils import mesh_specs
-
-
-def tokens_spec(ctx: AsyncEmbContextHandle) -> PartitionSpec:
-    """Returns how ids, gradients, segment ids, embeddings and pins lie on the mesh."""
-    return ctx.tokens_spec
-
-
-def table_spec(ctx: AsyncEmbContextHandle) -> PartitionSpec:
-    """Returns how the table lies on the mesh."""
-    return ctx.table_spec
 
 
 def lookup_start(

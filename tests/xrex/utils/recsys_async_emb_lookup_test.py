@@ -46,12 +46,6 @@ def lookup(ids, table, ctx, gate=NO_GATE, **specs):
     return lookups.lookup_done(table, pin, ctx)
 
 
-def test_specs_say_how_global_arrays_lie():
-    ctx = make_handle()
-    assert lookups.tokens_spec(ctx) == P(("x",))
-    assert lookups.table_spec(ctx) == P(None, ("x",))
-
-
 def test_lookup_reads_the_rows_bit_for_bit(ctx):
     ids, table = random_ids(ctx), table_of(ctx)
     program = jax.jit(lambda ids, table: lookup(ids, table, ctx))
@@ -201,7 +195,7 @@ def test_gradient_equals_that_of_plain_indexing(ctx):
             tied, pin = lookups.lookup_start(ids, table, weights[0, 0], ctx)
             embeddings, _ = lookups.lookup_done(tied, pin, ctx, gate=weights[0, 0])
             shifted = embeddings + shift
-            ordered = lookups.order_after(shifted, pin, ctx, x_specs=lookups.tokens_spec(ctx))
+            ordered = lookups.order_after(shifted, pin, ctx, x_specs=ctx.tokens_spec)
             return dense_loss(weights, ordered)
 
         shift = jnp.zeros((ctx.tokens_per_batch, ctx.emb_width), jnp.bfloat16)

@@ -30,6 +30,7 @@ from xrex.cuda.async_emb.lifecycle import (
     destroy,
     drain,
     initialize,
+    initialized,
     reset_table_binding,
     stats,
     wait_step_ready,
@@ -49,6 +50,7 @@ __all__ = [
     "destroy",
     "drain",
     "initialize",
+    "initialized",
     "lookup_done",
     "lookup_start",
     "make_context_handle",
@@ -89,7 +91,7 @@ def lookup_start(
     """
     call = "lookup_start"
     _require_callable(call, ctx)
-    table = _array(call, "table", table, jnp.bfloat16, (None, ctx.shard_width), "[V, w]", ctx)
+    table = _table(call, table, ctx)
     table, pin = _ffi(
         call,
         ctx,
@@ -348,11 +350,15 @@ def _array(
     dtype: Any,
     shape: tuple[int | None, ...],
     shape_text: str,
-    ctx: AsyncEmbContextHandle,
+    axes: Sequence[str],
 ) -> jax.Array:
-    axes = {"table": ctx.table_axis, "grads": ctx.data_axis, "segment_ids": ctx.data_axis}
-    checked = operands.array(call, name, x, dtype, shape, shape_text, axes.get(name, ()))
+    checked = operands.array(call, name, x, dtype, shape, shape_text, axes)
     return operands.refuse_derivative(call, name, checked)
+
+
+def _table(call: str, table: Any, ctx: AsyncEmbContextHandle) -> jax.Array:
+    shape = (None, ctx.shard_width)
+    return _array(call, "table", table, jnp.bfloat16, shape, "[V, w]", ctx.table_axis)
 
 
 def _update_operands(
@@ -366,15 +372,16 @@ def _update_operands(
 ) -> list[jax.Array]:
     num_tokens, width = ctx.tokens_per_rank, ctx.emb_width
     state_dtypes = {"row_state": jnp.float32, "last_step": jnp.int32}
-    table = _array(call, "table", table, jnp.bfloat16, (None, ctx.shard_width), "[V, w]", ctx)
+    axes = ctx.data_axis
+    table = _table(call, table, ctx)
     num_rows = table.shape[0]
     return [
-        _array(call, "grads", grads, jnp.bfloat16, (num_tokens, width), "[T, W]", ctx),
-        _array(call, "segment_ids", segment_ids, jnp.int32, (num_tokens,), "[T]", ctx),
-        _array(call, "unique_tokens", unique_tokens, jnp.int32, (ctx.num_unique,), "[U]", ctx),
+        _array(call, "grads", grads, jnp.bfloat16, (num_tokens, width), "[T, W]", axes),
+        _array(call, "segment_ids", segment_ids, jnp.int32, (num_tokens,), "[T]", axes),
+        _array(call, "unique_tokens", unique_tokens, jnp.int32, (ctx.num_unique,), "[U]", ()),
         table,
         *(
-            _array(call, name, x, state_dtypes[name], (num_rows,), "[V]", ctx)
+            _array(call, name, x, state_dtypes[name], (num_rows,), "[V]", ())
             for name, x in state.items()
         ),
     ]

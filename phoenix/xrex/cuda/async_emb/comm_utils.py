@@ -7,7 +7,8 @@ import hashlib
 import json
 import math
 import operator
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -158,9 +159,14 @@ def require_positive_int(label: str, value: Any) -> int:
     try:
         number = operator.index(value)
     except TypeError as error:
-        raise ValueError(f"async_emb: {label}={value!r} is not a whole number") from error
+        raise ValueError(
+            f"async_emb: {label}={value!r} is a {type(value).__name__}; it is a size: give a whole "
+            "number of at least 1"
+        ) from error
     if isinstance(value, bool) or number < 1:
-        raise ValueError(f"async_emb: {label}={value!r}; it is a size and must be at least 1")
+        raise ValueError(
+            f"async_emb: {label}={value!r}; it is a size: give a whole number of at least 1"
+        )
     return number
 
 
@@ -211,13 +217,14 @@ class ProcessExchange:
     """All-gathers one message of every process that takes part, once for each round.
 
     Keys carry a generation number, so that a context that is made again never reads what an
-    earlier one wrote.
+    earlier one wrote. What this process wrote is deleted once nobody can want it any more: on
+    `forget`, and the rest when all processes have reached the first round of a later exchange.
 
     Attributes:
         prefix: what the keys begin with; differs between contexts and generations.
         process: index of this process.
         processes: all processes that take part.
-        timeout_secs: how long to wait for each message.
+        timeout_secs: how long a round may wait for all its messages together.
     """
 
     def __init__(
@@ -229,12 +236,29 @@ class ProcessExchange:
         process: int,
         processes: Sequence[int],
         timeout_secs: int,
+        earlier: ProcessExchange | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Publishes nothing yet.
+
+        Args:
+            store: where the messages lie.
+            context_id: the context that is brought up.
+            generation: how often it was tried, the same number in all processes.
+            process: see the class.
+            processes: see the class.
+            timeout_secs: see the class.
+            earlier: the exchange of an earlier generation, to be tidied up.
+            clock: seconds of a clock that only goes forward.
+        """
         self.prefix = f"xrex_async_emb/{context_id:016x}/{generation}"
         self.process = process
         self.processes = list(processes)
         self.timeout_secs = timeout_secs
         self._store = store
+        self._earlier = earlier
+        self._clock = clock
+        self._published: list[str] = []
 
     def all_gather(self, round_name: str, message: bytes) -> dict[int, bytes]:
         """Publishes `message` and returns the messages of all processes by process index.
@@ -242,25 +266,36 @@ class ProcessExchange:
         Raises:
             RuntimeError: a process did not publish its message in time.
         """
+        deadline = self._clock() + self.timeout_secs
         self._store.key_value_set_bytes(self._key(round_name, self.process), message)
+        self._published.append(round_name)
         messages = {}
         for process in self.processes:
             key = self._key(round_name, process)
+            left_ms = max(1, round(1000 * (deadline - self._clock())))
             try:
-                messages[process] = self._store.blocking_key_value_get_bytes(
-                    key, self.timeout_secs * 1000
-                )
+                messages[process] = self._store.blocking_key_value_get_bytes(key, left_ms)
             except Exception as error:
                 raise RuntimeError(
                     f"async_emb: process {process} did not reach the {round_name} round of "
                     f"initialize within {self.timeout_secs} s (key {key}: {error}); initialize is "
                     "collective: call it in every process, equally often"
                 ) from error
+        self._forget_earlier()
         return messages
 
     def forget(self, round_name: str) -> None:
         """Deletes this process's message of a round that every process has read."""
+        self._published.remove(round_name)
         self._store.key_value_delete(self._key(round_name, self.process))
+
+    def _forget_earlier(self) -> None:
+        """Deletes what this process left of earlier exchanges; every process is past those."""
+        earlier, self._earlier = self._earlier, None
+        if earlier is not None:
+            earlier._forget_earlier()
+            for round_name in tuple(earlier._published):
+                earlier.forget(round_name)
 
     def _key(self, round_name: str, process: int) -> str:
         return f"{self.prefix}/{round_name}/{process}"

@@ -16,6 +16,7 @@ _INT32_MAX = np.iinfo(np.int32).max
 
 _lock = threading.Lock()
 _description_of_id: dict[int, str] = {}
+_name_of_id: dict[int, str] = {}
 
 
 class AsyncEmbContextHandle(NamedTuple):
@@ -29,7 +30,8 @@ class AsyncEmbContextHandle(NamedTuple):
         shard_width: w, columns of the table on each rank.
         emb_width: W = R * w, columns of the table.
         num_unique: U, capacity of the list of distinct ids of a batch.
-        num_devices_per_node: devices of one host.
+        num_devices_per_node: devices of one host. Part of the context's identity; only the
+            transports between GPUs use it, to tell which ranks share a host.
         mesh: the mesh that programs run over.
         table_axis: mesh axes that the table's columns are sharded over, in rank order.
         data_axis: mesh axes that the tokens are sharded over.
@@ -107,9 +109,10 @@ def make_context_handle(
         tokens_per_batch: N, tokens of the global batch; a multiple of the number of ranks.
         emb_width: W, columns of the table; a multiple of the number of ranks.
         num_unique: U, capacity of the list of distinct ids of a batch.
-        num_devices_per_node: devices of one host.
+        num_devices_per_node: devices of one host, for the transports between GPUs; CPU devices
+            make no use of it.
         options: see AsyncEmbOptions.
-        name: tells contexts of equal sizes apart (one for each table).
+        name: tells contexts of equal sizes apart (one for each table); native messages carry it.
 
     Raises:
         ValueError: an axis is not in the mesh; a table axis is not a data axis; `data_axis` shards
@@ -150,6 +153,12 @@ def make_context_handle(
     return handle._replace(context_id=_claim_id(handle, name))
 
 
+def context_name(ctx: AsyncEmbContextHandle) -> str:
+    """Returns the `name` that the handle was made with in this process; "" if it was not."""
+    with _lock:
+        return _name_of_id.get(ctx.context_id, "")
+
+
 def _require_size(label: str, value: int) -> int:
     size = comm_utils.require_positive_int(label, value)
     if size > _INT32_MAX:
@@ -180,6 +189,7 @@ def _claim_id(handle: AsyncEmbContextHandle, name: str) -> int:
     description = comm_utils.canonical_text(spec)
     with _lock:
         known = _description_of_id.setdefault(context_id, description)
+        _name_of_id.setdefault(context_id, name)
     if known != description:
         raise ValueError(
             f"async_emb: two specs have the same context id {context_id}: {known} and "

@@ -5,25 +5,34 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
+import logging
 import os
 import threading
 import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from xrex.cuda.async_emb import comm_utils, native
 from xrex.cuda.async_emb.comm_utils import LocalRank, Payloads, ProcessExchange
-from xrex.cuda.async_emb.handle import AsyncEmbContextHandle
+from xrex.cuda.async_emb.handle import AsyncEmbContextHandle, context_name
 from xrex.cuda.async_emb.operands import require_single_process_cpu
 
-# How long processes wait for each other in `initialize` when the options give no time-out. Bring-up
-# includes reading the model elsewhere, so it is generous.
-_DEFAULT_BOOTSTRAP_TIMEOUT_SECS = 1800
+_logger = logging.getLogger(__name__)
 
-# Serialises initialize and destroy, and guards the two below.
+# How long ranks wait for each other in `initialize`, whatever the time-out of a step: a slow one
+# may still be reading its model.
+_BRING_UP_TIMEOUT_SECS = 1800
+# How long `destroy` waits for running programs, which may hang.
+_DESTROY_TIMEOUT_SECS = 30.0
+# What the native module says to ranks that fail because another one did.
+_ABORTED = "async_emb communicator aborted"
+
+# Serialises initialize and destroy, and guards those below.
 _lock = threading.Lock()
 _generations: collections.Counter[int] = collections.Counter()
+_exchanges: dict[int, ProcessExchange] = {}
 _warned_of_pool = False
 
 
@@ -32,9 +41,9 @@ class RankStats(NamedTuple):
 
     Attributes:
         lookup_steps_armed: lookups started.
-        lookup_steps_done: lookups whose exchange completed.
+        lookup_steps_done: lookups whose exchange completed and whose done call ran.
         update_steps_armed: updates started.
-        update_steps_done: updates completed, skipped ones included.
+        update_steps_done: likewise of updates; skipped ones count, failed ones do not.
         ids_out_of_range: this rank's own tokens whose id had no row.
         segments_invalid: this rank's own tokens whose segment index was neither -1 nor a slot.
         duplicate_slots: slots that named a row which another slot of the same update named.
@@ -43,7 +52,7 @@ class RankStats(NamedTuple):
         updates_skipped_invalid: updates skipped for invalid segments or duplicate slots.
         last_norm: norm of the summed gradients of the last update.
         table_moved: times that a start found the table at another address.
-        bytes_sent: bytes that left this rank.
+        bytes_sent: bytes that left this rank in steps that did not fail.
         wait_secs: seconds that done calls waited.
     """
 
@@ -74,15 +83,20 @@ def initialize(ctx: AsyncEmbContextHandle) -> None:
     Raises:
         ValueError: a rank was refused (for example the number of ranks), or the mesh is made of CPU
             devices of several processes.
-        RuntimeError: a rank failed or did not come; or the contexts are up but failed earlier:
-            `destroy` them first.
+        RuntimeError: a rank failed or did not come within half an hour; or the contexts are up but
+            failed earlier: `destroy` them first.
         ImportError: the native module is not built for the mesh's platform.
     """
     require_single_process_cpu(ctx)
     api = native.load(ctx.platform)
     with _lock:
         if api.has_contexts(ctx.context_id):
-            api.check(ctx.context_id)
+            try:
+                api.check(ctx.context_id)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"{error}; call destroy(ctx), then initialize(ctx) again"
+                ) from error
             return
         if ctx.platform == "cpu":
             _warn_of_small_pool()
@@ -94,17 +108,46 @@ def initialize(ctx: AsyncEmbContextHandle) -> None:
             raise
 
 
+@contextlib.contextmanager
+def initialized(ctx: AsyncEmbContextHandle) -> Iterator[AsyncEmbContextHandle]:
+    """Keeps the contexts of a handle up inside a with block: `initialize`, then `destroy`.
+
+    Also destroys contexts that were up before the block.
+
+    Raises:
+        ValueError: as for `initialize`.
+        RuntimeError: likewise.
+        ImportError: likewise.
+    """
+    initialize(ctx)
+    try:
+        yield ctx
+    finally:
+        destroy(ctx)
+
+
 def destroy(ctx: AsyncEmbContextHandle) -> None:
     """Takes the local contexts down. Does nothing if there are none.
 
-    An equal handle may be initialised again; compiled programs stay valid. Waits for programs that
-    are running, so call `abort` first where one may hang.
+    An equal handle may be initialised again; compiled programs stay valid. Waits for the programs
+    that this thread has started, of whatever context, but for half a minute at most. `abort` first
+    where one may hang: programs that lose their contexts half-way fail.
+
+    Raises:
+        ValueError: the mesh is made of CPU devices of several processes.
+        ImportError: the native module is not built.
     """
-    api = native.load()
+    api = _api(ctx)
     # A program that loses its contexts half-way fails on some devices only; the others would wait
     # for them in the next collective, until XLA ends the process.
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # raised where its results are used
-        jax.effects_barrier()
+    if not _wait_for(_running_programs(), _DESTROY_TIMEOUT_SECS):
+        _logger.warning(
+            "async_emb: programs are still running after %g s; destroying context %d (%r) without "
+            "waiting any longer: call abort(ctx) before destroy(ctx) where a step may hang",
+            _DESTROY_TIMEOUT_SECS,
+            ctx.context_id,
+            context_name(ctx),
+        )
     with _lock:
         api.destroy_contexts(ctx.context_id)
 
@@ -115,16 +158,22 @@ def check(ctx: AsyncEmbContextHandle) -> None:
     Raises:
         RuntimeError: a step timed out, the communicator failed or was aborted, or the table moved
             while a step was in flight.
+        ValueError: the mesh is made of CPU devices of several processes.
+        ImportError: the native module is not built.
     """
-    native.load().check(ctx.context_id)
+    _api(ctx).check(ctx.context_id)
 
 
 def stats(ctx: AsyncEmbContextHandle) -> dict[int, RankStats]:
     """Returns the counters of the local ranks by rank. Never waits; works after an abort too.
 
     With several replica groups ranks are counted group after group, as in `flatten_replicas`.
+
+    Raises:
+        ValueError: the mesh is made of CPU devices of several processes.
+        ImportError: the native module is not built.
     """
-    by_device = native.load().stats(ctx.context_id)
+    by_device = _api(ctx).stats(ctx.context_id)
     return {
         member.group * ctx.group_size + member.rank: RankStats(**by_device[member.device_key])
         for member in comm_utils.local_ranks(ctx.mesh, ctx.table_axis)
@@ -139,8 +188,10 @@ def wait_step_ready(ctx: AsyncEmbContextHandle) -> int:
 
     Raises:
         RuntimeError: a context failed, or the step's time-out passed.
+        ValueError: the mesh is made of CPU devices of several processes.
+        ImportError: the native module is not built.
     """
-    return native.load().wait_step_ready(ctx.context_id)
+    return _api(ctx).wait_step_ready(ctx.context_id)
 
 
 def drain(ctx: AsyncEmbContextHandle) -> int:
@@ -150,13 +201,20 @@ def drain(ctx: AsyncEmbContextHandle) -> int:
 
     Raises:
         RuntimeError: a context failed, or a step's time-out passed.
+        ValueError: the mesh is made of CPU devices of several processes.
+        ImportError: the native module is not built.
     """
-    return native.load().drain(ctx.context_id)
+    return _api(ctx).drain(ctx.context_id)
 
 
 def abort(ctx: AsyncEmbContextHandle) -> None:
-    """Ends all exchanges of the local contexts; every later call raises. Safe from any thread."""
-    native.load().abort(ctx.context_id)
+    """Ends all exchanges of the local contexts; every later call raises. Safe from any thread.
+
+    Raises:
+        ValueError: the mesh is made of CPU devices of several processes.
+        ImportError: the native module is not built.
+    """
+    _api(ctx).abort(ctx.context_id)
 
 
 def reset_table_binding(ctx: AsyncEmbContextHandle) -> None:
@@ -164,8 +222,42 @@ def reset_table_binding(ctx: AsyncEmbContextHandle) -> None:
 
     Raises:
         RuntimeError: something is in flight.
+        ValueError: the mesh is made of CPU devices of several processes.
+        ImportError: the native module is not built.
     """
-    native.load().reset_table_binding(ctx.context_id)
+    _api(ctx).reset_table_binding(ctx.context_id)
+
+
+def _api(ctx: AsyncEmbContextHandle) -> Any:
+    """Returns the native module, for a mesh that it can serve."""
+    require_single_process_cpu(ctx)
+    return native.load()
+
+
+def _running_programs() -> list[Any]:
+    """Returns what becomes ready when the programs that this thread has started are done.
+
+    JAX keeps one token for each device and thread; `jax.effects_barrier`, the public way, waits for
+    those of its own thread without bound, hence the private module.
+    """
+    from jax._src import dispatch
+
+    tokens = dispatch.runtime_tokens
+    return [*tokens.current_tokens.values(), *tokens.output_runtime_tokens.values()]
+
+
+def _wait_for(tokens: Sequence[Any], timeout_secs: float) -> bool:
+    """Returns whether all tokens became ready, or failed, in time."""
+
+    def wait() -> None:
+        for token in tokens:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # raised where results are used
+                token.block_until_ready()
+
+    waiter = threading.Thread(target=wait, name="async_emb destroy", daemon=True)
+    waiter.start()
+    waiter.join(timeout_secs)
+    return not waiter.is_alive()
 
 
 class _RankError(Exception):
@@ -191,6 +283,11 @@ class _RankError(Exception):
         name, text = message[1:].decode().split(":", 1)
         return cls(ValueError if name == "ValueError" else RuntimeError, text)
 
+    @property
+    def follows_another(self) -> bool:
+        """Whether the rank failed only because another one had."""
+        return _ABORTED in str(self)
+
 
 def _num_groups(ctx: AsyncEmbContextHandle) -> int:
     return len(ctx.flatten_replicas) // ctx.group_size
@@ -201,14 +298,17 @@ def _process_exchange(ctx: AsyncEmbContextHandle) -> ProcessExchange | None:
     processes = comm_utils.process_indices(ctx.mesh)
     if len(processes) == 1:
         return None
-    return ProcessExchange(
+    exchange = ProcessExchange(
         comm_utils.distributed_store(),
         context_id=ctx.context_id,
         generation=_generations[ctx.context_id],
         process=jax.process_index(),
         processes=processes,
-        timeout_secs=ctx.options.timeout_secs or _DEFAULT_BOOTSTRAP_TIMEOUT_SECS,
+        timeout_secs=_BRING_UP_TIMEOUT_SECS,
+        earlier=_exchanges.get(ctx.context_id),
     )
+    _exchanges[ctx.context_id] = exchange
+    return exchange
 
 
 def _bring_up(api: Any, ctx: AsyncEmbContextHandle, exchange: ProcessExchange | None) -> None:
@@ -270,6 +370,7 @@ def _make_context(api: Any, ctx: AsyncEmbContextHandle, member: LocalRank) -> An
         timeout_secs=options.timeout_secs,
         platform=ctx.platform,
         device_key=member.device_key,
+        name=context_name(ctx),
     )
 
 
@@ -279,17 +380,18 @@ def _agree(
     message: bytes,
     failure: _RankError | None,
 ) -> list[bytes]:
-    """Returns the messages of all processes, or raises the first failure among them in all."""
+    """Returns the messages of all processes, or raises one failure among them, the same in all."""
     if exchange is None:
         if failure is not None:
             raise failure.kind(f"async_emb: {failure}") from failure
         return [message]
     sent = message if failure is None else failure.encode()
     messages = exchange.all_gather(round_name, sent)
-    for process, received in messages.items():
-        failed = _RankError.decode(received)
-        if failed is not None:
-            raise failed.kind(f"async_emb: process {process}: {failed}") from failure
+    decoded = ((process, _RankError.decode(received)) for process, received in messages.items())
+    failures = [(process, failed) for process, failed in decoded if failed is not None]
+    if failures:
+        process, failed = min(failures, key=lambda item: item[1].follows_another)
+        raise failed.kind(f"async_emb: process {process}: {failed}") from failure
     return list(messages.values())
 
 
@@ -298,10 +400,17 @@ def _handshake_all(
 ) -> _RankError | None:
     """Runs the handshakes of all local ranks at once; they wait for each other.
 
-    Returns what went wrong first, after ending the handshakes that would wait for that rank.
+    Returns what went wrong on the rank that caused it, after ending the handshakes that would wait
+    for that rank; on the lowest rank if several did.
     """
     if not contexts:
         return None
+    errors: dict[LocalRank, _RankError] = {}
+
+    def abort_all() -> None:
+        for context in contexts.values():
+            context.abort("another rank failed to initialize")
+
     with concurrent.futures.ThreadPoolExecutor(len(contexts)) as pool:
         members = {
             pool.submit(
@@ -312,14 +421,19 @@ def _handshake_all(
         }
         try:
             for future in concurrent.futures.as_completed(members):
-                future.result()
-        except BaseException as error:
-            for context in contexts.values():
-                context.abort("another rank failed to initialize")
-            if not isinstance(error, Exception):
-                raise
-            return _RankError.of(members[future], ctx, error)
-    return None
+                error = future.exception()
+                if isinstance(error, Exception):
+                    if not errors:
+                        abort_all()
+                    errors[members[future]] = _RankError.of(members[future], ctx, error)
+                elif error is not None:
+                    raise error
+        except BaseException:
+            abort_all()
+            raise
+    if not errors:
+        return None
+    return errors[min(errors, key=lambda member: (errors[member].follows_another, member))]
 
 
 def _warn_of_small_pool() -> None:
@@ -340,5 +454,5 @@ def _warn_of_small_pool() -> None:
         f"{num_devices} devices; with fewer than {wanted}, programs can hang when more than 16 "
         f"steps are in flight: set PJRT_NPROC={wanted} (or more) before JAX is first used",
         RuntimeWarning,
-        stacklevel=4,
+        stacklevel=3,
     )

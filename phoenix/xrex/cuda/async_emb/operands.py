@@ -51,7 +51,8 @@ def require_inside_shard_map(call: str, ctx: AsyncEmbContextHandle) -> None:
         f"{dict(ctx.mesh.shape)}, or use the wrappers for global arrays in xrex.utils and "
         "xrex.optimizers.recsys"
     )
-    if mesh.empty or dict(mesh.shape) != dict(ctx.mesh.shape):
+    # The order of the axes counts too: it says which device has which columns.
+    if mesh.empty or tuple(mesh.shape.items()) != tuple(ctx.mesh.shape.items()):
         found = "no mesh" if mesh.empty else f"a mesh of {dict(mesh.shape)}"
         raise ValueError(f"async_emb: {call} was traced under {found}; {way_out}")
     needed = [
@@ -96,7 +97,7 @@ def array(
     if result.dtype != dtype:
         raise TypeError(
             f"async_emb: {call} got {name} of dtype {result.dtype}; the rule is {dtype}: convert "
-            f"it with {name}.astype({dtype.name!r})"
+            f"it with {_conversion(name, x, dtype.name)}"
         )
     fits = len(result.shape) == len(shape) and all(
         1 <= got <= _INT32.max if want is None else got == want
@@ -154,7 +155,7 @@ def clamp_ids(call: str, ids: Any) -> jax.Array:
     if not jnp.issubdtype(values.dtype, jnp.integer):
         raise TypeError(
             f"async_emb: {call} got token_ids of dtype {values.dtype}; ids are integers: convert "
-            "them with token_ids.astype('int32')"
+            f"them with {_conversion('token_ids', ids, 'int32')}"
         )
     bounds = jnp.iinfo(values.dtype)
     lowest, highest = max(int(bounds.min), _INT32.min), min(int(bounds.max), _INT32.max)
@@ -174,8 +175,8 @@ def pending(call: str, value: Any) -> jax.Array:
         value = np.int32(bool(value))
     flag = as_operand(call, value)
     if flag.dtype == jnp.bool_:
-        flag = flag.astype(jnp.int32)
-    return array(call, "pending", flag, jnp.int32, (), "a scalar", axes=())
+        value = flag.astype(jnp.int32)
+    return array(call, "pending", value, jnp.int32, (), "a scalar", axes=())
 
 
 def step(call: str, value: Any) -> jax.Array:
@@ -205,7 +206,8 @@ def learning_rate(call: str, value: Any) -> jax.Array:
         rounded = _float32(value)
         if not math.isfinite(rounded):
             raise ValueError(
-                f"async_emb: {call} got learning_rate={value!r}; it must be finite in float32"
+                f"async_emb: {call} got learning_rate={value!r}; it must be finite in float32: "
+                "give a finite number, or an array (a step whose array is not finite is skipped)"
             )
         value = rounded
     return array(call, "learning_rate", value, jnp.float32, (), "a scalar", axes=())
@@ -290,6 +292,13 @@ def _refuse_derivative_jvp(
         "respect to the embeddings that lookup_done returns, and give that gradient to the next "
         "update start"
     )
+
+
+def _conversion(name: str, x: Any, dtype: str) -> str:
+    """Returns the expression that converts `x`, which may be a Python number or list."""
+    if hasattr(x, "astype"):
+        return f"{name}.astype({dtype!r})"
+    return f"jnp.asarray({name}, {dtype!r})"
 
 
 def _number(call: str, name: str, value: Any) -> np.float32:

@@ -8,7 +8,8 @@ from typing import Literal, get_args
 OutOfRange = Literal["clip", "zero"]
 Transport = Literal["auto", "nccl", "lsa"]
 
-# A year: the native side refuses more.
+# The native side refuses more: int32, and a year.
+_MAX_CTAS = 2**31 - 1
 _MAX_TIMEOUT_SECS = 366 * 24 * 3600
 
 
@@ -26,8 +27,8 @@ class AsyncEmbOptions:
             host backend always checks.
         min_ctas: least number of thread blocks the communicator may take on a GPU.
         max_ctas: greatest number of thread blocks the communicator may take on a GPU.
-        transport: "nccl", "lsa" (direct stores over NVLink, for ranks of one host), or "auto" for
-            the best one there is.
+        transport: how ranks on GPUs exchange data: "nccl", "lsa" (direct stores over NVLink, for
+            ranks of one host), or "auto" for the best one there is. CPU devices take "auto" only.
         timeout_secs: seconds from arming a step to giving it up. None: the environment variable
             XAI_ASYNC_EMB_TIMEOUT_SECONDS, and without it the backend's default.
         any_world_size: allows a number of ranks that is not a power of two.
@@ -58,10 +59,11 @@ class AsyncEmbOptions:
                 )
         _require_int("min_ctas", self.min_ctas)
         _require_int("max_ctas", self.max_ctas)
-        if not 1 <= self.min_ctas <= self.max_ctas:
+        if not 1 <= self.min_ctas <= self.max_ctas <= _MAX_CTAS:
             raise ValueError(
                 f"AsyncEmbOptions: min_ctas={self.min_ctas}, max_ctas={self.max_ctas}; the rule is "
-                "1 <= min_ctas <= max_ctas: raise max_ctas or lower min_ctas"
+                f"1 <= min_ctas <= max_ctas <= {_MAX_CTAS}: give counts of thread blocks in this "
+                "order, or leave both out"
             )
         if self.timeout_secs is not None:
             _require_int("timeout_secs", self.timeout_secs)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -128,7 +129,9 @@ def test_rank_receives_what_each_rank_made_for_it(made):
         assert received == [made[source][rank] for source in range(len(made))]
 
 
-def exchange_of(store: MemoryStore, process: int, generation: int = 1, timeout_secs: int = 60):
+def exchange_of(
+    store: MemoryStore, process: int, generation: int = 1, timeout_secs: int = 60, **more: Any
+):
     return ProcessExchange(
         store,
         context_id=255,
@@ -136,7 +139,17 @@ def exchange_of(store: MemoryStore, process: int, generation: int = 1, timeout_s
         process=process,
         processes=[0, 2, 5],
         timeout_secs=timeout_secs,
+        **more,
     )
+
+
+def publish_for_others(store: MemoryStore, exchange: ProcessExchange, round_name: str):
+    for process in (2, 5):
+        store.key_value_set_bytes(f"{exchange.prefix}/{round_name}/{process}", b"")
+
+
+def own_keys(store: MemoryStore) -> list[str]:
+    return [key for key in store.values if key.endswith("/0")]
 
 
 def test_every_process_receives_the_messages_of_all():
@@ -158,6 +171,49 @@ def test_process_that_does_not_come_is_named():
         exchange.all_gather("payload", b"")
 
 
+class SlowStore(MemoryStore):
+    """A store of which every answer takes 25 s of the clock `now`."""
+
+    now = 1000.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.timeouts_ms: list[int] = []
+
+    def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes:
+        self.timeouts_ms.append(timeout_in_ms)
+        self.now += 25
+        return super().blocking_key_value_get_bytes(key, timeout_in_ms)
+
+
+def test_one_deadline_holds_for_all_messages_of_a_round():
+    store = SlowStore()
+    exchange = exchange_of(store, process=0, clock=lambda: store.now)
+    publish_for_others(store, exchange, "payload")
+    exchange.all_gather("payload", b"")
+    assert store.timeouts_ms == [60_000, 35_000, 10_000]
+
+
+def test_all_messages_of_earlier_exchanges_leave_the_store_once_every_process_is_past_them():
+    store = MemoryStore()
+    exchange = exchange_of(store, process=0)
+    for round_name in ("payload", "ready"):
+        publish_for_others(store, exchange, round_name)
+        exchange.all_gather(round_name, b"")
+    for generation in (2, 3):
+        exchange = exchange_of(
+            store, process=0, generation=generation, timeout_secs=0, earlier=exchange
+        )
+        if generation == 3:
+            publish_for_others(store, exchange, "payload")
+            exchange.all_gather("payload", b"")
+        else:
+            with pytest.raises(RuntimeError, match="process 2 did not reach"):
+                exchange.all_gather("payload", b"")
+            assert len(own_keys(store)) == 3
+    assert own_keys(store) == [f"{exchange.prefix}/payload/0"]
+
+
 def test_messages_of_an_earlier_generation_are_not_read():
     store = MemoryStore()
     for process in (2, 5):
@@ -171,9 +227,10 @@ def test_messages_of_an_earlier_generation_are_not_read():
 def test_forgotten_message_leaves_the_store():
     store = MemoryStore()
     exchange = exchange_of(store, process=0)
-    store.key_value_set_bytes(f"{exchange.prefix}/payload/0", b"large")
+    publish_for_others(store, exchange, "payload")
+    exchange.all_gather("payload", b"large")
     exchange.forget("payload")
-    assert store.values == {}
+    assert own_keys(store) == []
 
 
 def test_several_processes_without_jax_distributed_are_told_to_initialize_it():

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from tests.xrex.cuda.async_emb.testing import make_handle, make_mesh
 from xrex.cuda.async_emb import comm_utils
@@ -138,6 +138,12 @@ def distinct_handles():
     }
 
 
+def test_specs_say_how_global_arrays_lie():
+    ctx = make_handle()
+    assert ctx.tokens_spec == PartitionSpec(("x",))
+    assert ctx.table_spec == PartitionSpec(None, ("x",))
+
+
 def test_ids_differ_with_every_part_of_the_spec():
     ids = {label: ctx.context_id for label, ctx in distinct_handles().items()}
     assert len(set(ids.values())) == len(ids), ids
@@ -194,11 +200,14 @@ def test_axes_that_break_a_rule_are_refused(axes, message):
     [
         ({"tokens_per_batch": 30}, "tokens_per_batch=30 does not divide by the 4 ranks"),
         ({"emb_width": 18}, "emb_width=18 does not divide by the 4 ranks"),
-        ({"tokens_per_batch": 0}, "tokens_per_batch=0; it is a size and must be at least 1"),
+        (
+            {"tokens_per_batch": 0},
+            "tokens_per_batch=0; it is a size: give a whole number of at least 1",
+        ),
         ({"emb_width": -4}, "emb_width=-4; it is a size"),
         ({"num_unique": 0}, "num_unique=0; it is a size"),
         ({"num_devices_per_node": 0}, "num_devices_per_node=0; it is a size"),
-        ({"num_unique": 2.5}, "num_unique=2.5 is not a whole number"),
+        ({"num_unique": 2.5}, "num_unique=2.5 is a float; it is a size: give a whole number"),
         ({"tokens_per_batch": True}, "tokens_per_batch=True; it is a size"),
         ({"tokens_per_batch": 2**31}, "tokens_per_batch=2147483648 is greater than 2147483647"),
     ],

@@ -1,16 +1,25 @@
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 import threading
 import warnings
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
 
 from tests.xrex.cuda.async_emb.memory_store import MemoryStore
-from tests.xrex.cuda.async_emb.testing import make_handle, make_mesh, ready_context
+from tests.xrex.cuda.async_emb.testing import (
+    bits,
+    make_handle,
+    make_mesh,
+    random_table,
+    ready_context,
+)
 from xrex.cuda.async_emb import async_emb, async_emb_api, lifecycle, native
 from xrex.cuda.async_emb.async_emb import AsyncEmbOptions
 from xrex.cuda.async_emb.comm_utils import ProcessExchange
@@ -26,10 +35,33 @@ def test_context_of_every_rank_is_ready_after_initialize():
 
 def test_initialize_twice_keeps_the_contexts():
     with ready_context(name="twice") as ctx:
-        async_emb.abort(ctx)
-        with pytest.raises(RuntimeError, match="async_emb communicator aborted"):
-            async_emb.initialize(ctx)
+        async_emb.initialize(ctx)
         assert async_emb_api.has_contexts(ctx.context_id)
+
+
+def test_initialize_on_a_failed_context_says_the_way_out():
+    with ready_context(name="failed") as ctx:
+        async_emb.abort(ctx)
+        message = (
+            r"^async_emb communicator aborted: .*; call destroy\(ctx\), then initialize\(ctx\)"
+        )
+        with pytest.raises(RuntimeError, match=message):
+            async_emb.initialize(ctx)
+
+
+def test_contexts_are_up_inside_the_block_only():
+    ctx = make_handle(name="block")
+    with async_emb.initialized(ctx) as entered:
+        assert entered is ctx
+        assert async_emb_api.has_contexts(ctx.context_id)
+    assert not async_emb_api.has_contexts(ctx.context_id)
+
+
+def test_block_that_raises_takes_the_contexts_down():
+    ctx = make_handle(name="raising block")
+    with pytest.raises(KeyError), async_emb.initialized(ctx):
+        raise KeyError
+    assert not async_emb_api.has_contexts(ctx.context_id)
 
 
 def test_equal_handle_can_be_initialized_again_after_an_abort():
@@ -45,6 +77,71 @@ def test_destroy_without_contexts_does_nothing():
     async_emb.destroy(ctx)
     async_emb.destroy(ctx)
     assert not async_emb_api.has_contexts(ctx.context_id)
+
+
+class Token:
+    """Stands for a running program, which ends when it is told to."""
+
+    def __init__(self, on_wait: Any) -> None:
+        self.block_until_ready = on_wait
+
+
+def test_destroy_keeps_the_contexts_while_programs_run(monkeypatch):
+    found = []
+    with ready_context(name="waits") as ctx:
+        token = Token(lambda: found.append(async_emb_api.has_contexts(ctx.context_id)))
+        monkeypatch.setattr(lifecycle, "_running_programs", lambda: [token])
+    assert found == [True]
+    assert not async_emb_api.has_contexts(ctx.context_id)
+
+
+def test_destroy_goes_on_without_programs_that_hang(monkeypatch, caplog):
+    gate = threading.Event()
+    monkeypatch.setattr(lifecycle, "_DESTROY_TIMEOUT_SECS", 0.0)
+    monkeypatch.setattr(lifecycle, "_running_programs", lambda: [Token(gate.wait)])
+    with caplog.at_level(logging.WARNING), ready_context(name="hangs") as ctx:
+        pass
+    gate.set()
+    assert not async_emb_api.has_contexts(ctx.context_id)
+    assert "'hangs') without waiting any longer: call abort(ctx)" in caplog.text
+
+
+def test_destroy_waits_for_the_programs_beside_a_failed_one(monkeypatch):
+    def fail() -> None:
+        raise jax.errors.JaxRuntimeError("a step failed")
+
+    waited = threading.Event()
+    tokens = [Token(fail), Token(waited.set)]
+    with ready_context(name="failed program"):
+        monkeypatch.setattr(lifecycle, "_running_programs", lambda: tokens)
+    assert waited.is_set()
+
+
+def test_programs_with_side_effects_that_this_thread_has_started_are_known():
+    jax.effects_barrier()
+    assert lifecycle._running_programs() == []
+    jax.jit(lambda x: jax.debug.callback(lambda _: None, x))(jnp.zeros(()))
+    assert len(lifecycle._running_programs()) == 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        async_emb.initialize,
+        async_emb.destroy,
+        async_emb.check,
+        async_emb.stats,
+        async_emb.wait_step_ready,
+        async_emb.drain,
+        async_emb.abort,
+        async_emb.reset_table_binding,
+    ],
+)
+def test_host_calls_refuse_cpu_devices_of_several_processes(call, monkeypatch):
+    ctx = make_handle(name="processes")
+    monkeypatch.setattr(lifecycle.comm_utils, "process_indices", lambda _: [0, 1])
+    with pytest.raises(ValueError, match=r"CPU devices of processes \[0, 1\]"):
+        call(ctx)
 
 
 def test_host_calls_without_contexts_find_nothing_to_do():
@@ -98,6 +195,9 @@ def test_timeout_option_overrides_the_environment(monkeypatch):
         async_emb.check(ctx)
 
 
+ABORTED = "async_emb communicator aborted: another rank failed to initialize"
+
+
 class FakeContext:
     """A native context whose handshake waits for all ranks, or for an abort."""
 
@@ -115,11 +215,11 @@ class FakeContext:
 
     def handshake(self, payloads: list[bytes]) -> None:
         self.payloads = payloads
-        if self.rank == self.api.failing_handshake:
-            raise RuntimeError("the network is down")
-        if self.api.failing_handshake is not None:
+        own_error = self.api.handshake_errors.get(self.rank)
+        if self.api.handshake_errors and (own_error is None or self.rank in self.api.late_ranks):
             assert self.aborted.wait(20)
-            raise RuntimeError("aborted")
+        if self.api.handshake_errors:
+            raise RuntimeError(own_error or ABORTED)
 
     def abort(self, reason: str) -> None:
         del reason
@@ -132,14 +232,22 @@ class FakeContext:
 class FakeApi:
     """The native module with contexts that do nothing, each on one process's devices."""
 
-    def __init__(self, failing_reset: int | None = None, failing_handshake: int | None = None):
+    def __init__(
+        self,
+        failing_reset: int | None = None,
+        handshake_errors: dict[int, str] | None = None,
+        late_ranks: frozenset[int] = frozenset(),
+    ):
         self.failing_reset = failing_reset
-        self.failing_handshake = failing_handshake
+        self.handshake_errors = handshake_errors or {}
+        self.late_ranks = late_ranks
         self.made: list[FakeContext] = []
         self.registered: list[FakeContext] = []
+        self.options: dict[str, object] = {}
 
     def AsyncEmbContext(self, *args: object, device_key: int, **options: object) -> FakeContext:  # noqa: N802
-        del args, options
+        del args
+        self.options = options
         self.made.append(FakeContext(self, device_key))
         return self.made[-1]
 
@@ -179,7 +287,10 @@ def test_contexts_are_keyed_by_their_device(monkeypatch):
     ("failure", "message"),
     [
         ({"failing_reset": 2}, "rank 2 failed to initialize: no memory for the arena: 1024 bytes"),
-        ({"failing_handshake": 1}, "rank 1 failed to initialize: the network is down"),
+        (
+            {"handshake_errors": {1: "the network is down"}},
+            "rank 1 failed to initialize: the network is down",
+        ),
     ],
 )
 def test_one_failing_rank_takes_all_down(failure, message, monkeypatch):
@@ -188,6 +299,19 @@ def test_one_failing_rank_takes_all_down(failure, message, monkeypatch):
         initialize_with(api, monkeypatch)
     assert not api.registered
     assert all(context.closed for context in api.made)
+
+
+def test_name_of_the_handle_reaches_the_native_contexts(monkeypatch):
+    api = FakeApi()
+    initialize_with(api, monkeypatch)
+    assert api.options["name"] == "fake"
+
+
+def test_rank_that_caused_the_failure_is_named_though_another_failed_before(monkeypatch):
+    errors = {0: ABORTED, 2: "the network is down", 3: "no memory"}
+    api = FakeApi(handshake_errors=errors, late_ranks=frozenset({2, 3}))
+    with pytest.raises(RuntimeError, match=r"^async_emb: rank 2 failed .*: the network is down"):
+        initialize_with(api, monkeypatch)
 
 
 def bring_up_two_processes(apis: list[FakeApi], monkeypatch: pytest.MonkeyPatch) -> list[object]:
@@ -234,7 +358,10 @@ def test_ranks_of_two_processes_get_each_others_payloads(monkeypatch):
     ("failing", "message"),
     [
         ({"failing_reset": 3}, "process 1: rank 3 failed to initialize: no memory for the arena"),
-        ({"failing_handshake": 2}, "process 1: rank 2 failed to initialize: the network is down"),
+        (
+            {"handshake_errors": {2: "the network is down"}},
+            "process 1: rank 2 failed to initialize: the network is down",
+        ),
     ],
 )
 def test_failure_in_one_process_is_raised_in_all(failing, message, monkeypatch):
@@ -245,6 +372,13 @@ def test_failure_in_one_process_is_raised_in_all(failing, message, monkeypatch):
     assert all(context.closed for api in apis for context in api.made)
 
 
+def test_process_that_caused_the_failure_is_named_in_all(monkeypatch):
+    apis = [FakeApi(handshake_errors={0: ABORTED}), FakeApi(handshake_errors={3: "no network"})]
+    errors = bring_up_two_processes(apis, monkeypatch)
+    message = "async_emb: process 1: rank 3 failed to initialize: no network"
+    assert [str(error) for error in errors] == [message] * 2
+
+
 @pytest.fixture
 def pool_not_warned_of(monkeypatch):
     monkeypatch.setattr(lifecycle, "_warned_of_pool", False)
@@ -253,8 +387,9 @@ def pool_not_warned_of(monkeypatch):
 @pytest.mark.usefixtures("pool_not_warned_of")
 def test_small_thread_pool_is_warned_of_once(monkeypatch):
     monkeypatch.setenv("PJRT_NPROC", str(2 * jax.device_count() - 1))
-    with pytest.warns(RuntimeWarning, match=f"set PJRT_NPROC={2 * jax.device_count()}"):
+    with pytest.warns(RuntimeWarning, match=f"set PJRT_NPROC={2 * jax.device_count()}") as caught:
         async_emb.initialize(make_handle(name="small pool"))
+    assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         async_emb.initialize(make_handle(name="small pool 2"))
@@ -271,13 +406,35 @@ def test_large_thread_pool_is_not_warned_of(monkeypatch):
     async_emb.destroy(make_handle(name="large pool"))
 
 
-def test_replica_groups_of_one_process_come_up_side_by_side():
+@pytest.fixture
+def two_groups(monkeypatch):
+    """The native contexts of two replica groups of two ranks each, in the order of devices."""
+    made: list[Any] = []
+    register = async_emb_api.register_context
+
+    def register_and_keep(context: Any) -> None:
+        made.append(context)
+        register(context)
+
+    monkeypatch.setattr(async_emb_api, "register_context", register_and_keep)
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("replica", "x"))
-    ctx = make_handle(mesh, name="two groups")
-    async_emb.initialize(ctx)
-    try:
-        async_emb.check(ctx)
-        keys = [device.id for device in mesh.devices.flat]
-        assert len({async_emb_api._test_snapshot(ctx.context_id, "lookup_ids", k) for k in keys})
-    finally:
-        async_emb.destroy(ctx)
+    sizes = {"tokens_per_batch": 16, "emb_width": 8}
+    with ready_context(mesh, name="two groups", **sizes):
+        yield made
+
+
+def test_contexts_of_all_replica_groups_are_ready(two_groups):
+    assert [context.ready for context in two_groups] == [True] * 4
+    assert [context.rank for context in two_groups] == [0, 1, 0, 1]
+
+
+def test_replica_group_exchanges_without_the_other(two_groups):
+    table = random_table(num_rows=16, width=8)
+    columns = [np.ascontiguousarray(table[:, 4 * rank : 4 * rank + 4]) for rank in range(2)]
+    ids = [np.arange(8, dtype=np.int32) + 8 * rank for rank in range(2)]
+    group = two_groups[2:]
+    for context, own_ids, own_columns in zip(group, ids, columns, strict=True):
+        context.arm_lookup(own_ids, own_columns)
+    for context, own_ids in zip(group, ids, strict=True):
+        np.testing.assert_array_equal(bits(context.consume_lookup()), bits(table[own_ids]))
+    assert [context.lookup_steps_armed for context in two_groups] == [0, 0, 1, 1]

@@ -32,6 +32,7 @@ def test_options_cannot_be_changed():
         ({"transport": "mpi"}, "transport='mpi' is unknown; choose one of auto, nccl, lsa"),
         ({"min_ctas": 0}, "min_ctas=0, max_ctas=4; the rule is 1 <= min_ctas <= max_ctas"),
         ({"min_ctas": 5}, "min_ctas=5, max_ctas=4; the rule is 1 <= min_ctas <= max_ctas"),
+        ({"max_ctas": 2**31}, "min_ctas=1, max_ctas=2147483648; .* max_ctas <= 2147483647: give"),
         ({"timeout_secs": 0}, "timeout_secs=0; the rule is 1 <= timeout_secs"),
         ({"timeout_secs": -3}, "timeout_secs=-3; the rule is 1 <= timeout_secs"),
         ({"timeout_secs": 10**10}, "timeout_secs=10000000000; the rule is 1 <= timeout_secs"),

@@ -88,7 +88,7 @@ def test_ids_that_are_no_integers_are_refused(ids):
         (-4, 2, "V=-4"),
         (2**31, 2, "V=2147483648 is greater than 2147483647"),
         (5, 0, "U=0"),
-        (5, 2.5, "U=2.5 is not a whole number"),
+        (5, 2.5, "U=2.5 is a float; it is a size: give a whole number"),
     ],
 )
 def test_sizes_out_of_range_are_refused(num_rows, capacity, message):

@@ -45,12 +45,8 @@ def make_handle(mesh: Mesh | None = None, **changes: Any) -> AsyncEmbContextHand
 @contextlib.contextmanager
 def ready_context(mesh: Mesh | None = None, **changes: Any) -> Iterator[AsyncEmbContextHandle]:
     """A handle whose contexts are up inside the with block."""
-    ctx = make_handle(mesh, **changes)
-    async_emb.initialize(ctx)
-    try:
+    with async_emb.initialized(make_handle(mesh, **changes)) as ctx:
         yield ctx
-    finally:
-        async_emb.destroy(ctx)
 
 
 def put(ctx: AsyncEmbContextHandle, x: Any, spec: PartitionSpec) -> jax.Array:

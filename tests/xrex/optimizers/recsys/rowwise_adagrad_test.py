@@ -313,7 +313,7 @@ def training_step(ctx, optimizer):
             update, table, state, embeddings, ctx, step=1, learning_rate=RATE
         )
         embeddings = lookups.order_after(
-            embeddings, in_flight.pin, ctx, x_specs=lookups.tokens_spec(ctx), pin_specs=P()
+            embeddings, in_flight.pin, ctx, x_specs=ctx.tokens_spec, pin_specs=P()
         )
         loss, backward = jax.vjp(
             lambda w, e: jnp.sum(jnp.tanh(e.astype(jnp.float32) @ w)), weights, embeddings
