@@ -2,12 +2,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
-import os
-import socket
-import subprocess
-import sys
 import types
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +13,8 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from tests.xrex.cuda.async_emb.memory_store import MemoryStore
-from xrex.cuda.async_emb import comm_utils
+from tests.xrex.processes import run_in_processes
+from xrex.cuda.async_emb import async_emb, comm_utils
 from xrex.cuda.async_emb.comm_utils import LocalRank, ProcessExchange
 
 SHAPE = {"a": 2, "b": 1, "c": 2, "d": 2}
@@ -238,47 +234,48 @@ def test_several_processes_without_jax_distributed_are_told_to_initialize_it():
         comm_utils.distributed_store()
 
 
-TWO_PROCESSES = """
-import sys
-import jax
-import numpy as np
-process, port = int(sys.argv[1]), sys.argv[2]
-jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
-from xrex.cuda.async_emb import async_emb, comm_utils
-for generation in (1, 2):
-    exchange = comm_utils.ProcessExchange(
-        comm_utils.distributed_store(), context_id=7, generation=generation, process=process,
-        processes=[0, 1], timeout_secs=30)
-    found = exchange.all_gather("payload", bytes([process, generation, 0]))
-    assert found == {0: bytes([0, generation, 0]), 1: bytes([1, generation, 0])}, found
-    exchange.all_gather("ready", b"")
-    exchange.forget("payload")
-mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
-ctx = async_emb.make_context_handle(
-    mesh, "x", data_axis="x", tokens_per_batch=8, emb_width=8, num_unique=8, num_devices_per_node=2)
-print("id", ctx.context_id)
-try:
-    async_emb.initialize(ctx)
-except ValueError as error:
-    print("refused:", error)
-jax.distributed.shutdown()
-"""
+def exchange_and_report() -> None:
+    """Body of one of two processes; prints the context's id and why it is refused."""
+    process = jax.process_index()
+    earlier = None
+    for generation in (1, 2):
+        exchange = ProcessExchange(
+            comm_utils.distributed_store(),
+            context_id=7,
+            generation=generation,
+            process=process,
+            processes=[0, 1],
+            timeout_secs=30,
+            earlier=earlier,
+        )
+        found = exchange.all_gather("payload", bytes([process, generation, 0]))
+        assert found == {0: bytes([0, generation, 0]), 1: bytes([1, generation, 0])}
+        exchange.all_gather("ready", b"")
+        exchange.forget("payload")
+        earlier = exchange
+    ctx = async_emb.make_context_handle(
+        Mesh(np.array(jax.devices()), ("x",)),
+        "x",
+        data_axis="x",
+        tokens_per_batch=8,
+        emb_width=8,
+        num_unique=8,
+        num_devices_per_node=2,
+    )
+    print("id", ctx.context_id)
+    try:
+        async_emb.initialize(ctx)
+    except ValueError as error:
+        print("refused:", error)
 
 
 def test_two_processes_exchange_payloads_and_refuse_the_host_backend():
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    root = Path(__file__).parents[4]
-    path = os.pathsep.join([str(root / "phoenix"), *sys.path])
-    env = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": ""}
-    command = [sys.executable, "-c", TWO_PROCESSES]
-    processes = [
-        subprocess.Popen([*command, str(i), str(port)], env=env, stdout=subprocess.PIPE, text=True)
-        for i in range(2)
-    ]
-    outputs = [process.communicate(timeout=50)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
+    outputs = run_in_processes(
+        "tests.xrex.cuda.async_emb.comm_utils_test",
+        exchange_and_report.__name__,
+        num_processes=2,
+        devices_per_process=1,
+    )
     first, second = ([line for line in out.splitlines() if line] for out in outputs)
     assert first[0] == second[0]
     for process, lines in enumerate([first, second]):

@@ -1,10 +1,5 @@
 """The plain JAX path on CPU devices of two processes, whose collectives go through gloo."""
 
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +8,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.xrex.cuda.async_emb.numerics_cases import LAZY, assert_same_bits, make_batch, make_case
+from tests.xrex.processes import run_in_processes
 from xrex.cuda.async_emb import plain_jax
 from xrex.cuda.async_emb.handle import make_context_handle
 from xrex.cuda.async_emb.reference import exact_lookup
@@ -20,12 +16,10 @@ from xrex.cuda.async_emb.reference_formula import Bounded, formula_update
 
 NUM_PROCESSES, DEVICES_PER_PROCESS = 2, 2
 NUM_TOKENS, NUM_ROWS, EMB_WIDTH, NUM_SLOTS = 64, 50, 12, 40
-TIMEOUT_SECS = 50
 
 
-def run_process(process: int, port: int) -> None:
+def look_up_and_update() -> None:
     """Body of one process: all ranks look up and update, and each checks its own shards."""
-    jax.distributed.initialize(f"localhost:{port}", num_processes=NUM_PROCESSES, process_id=process)
     ctx = make_context_handle(
         Mesh(np.array(jax.devices()), ("x",)),
         "x",
@@ -66,7 +60,6 @@ def run_process(process: int, port: int) -> None:
     assert_shards_within(table, expected.table)
     assert_shards_within(row_state, expected.row_state)
     assert_same_shards(last_step, expected.last_step)
-    jax.distributed.shutdown()
 
 
 def assert_same_shards(found: jax.Array, expected: Any) -> None:
@@ -82,30 +75,9 @@ def assert_shards_within(found: jax.Array, expected: Bounded) -> None:
 
 
 def test_two_processes_look_up_and_update_as_the_oracles_say() -> None:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    root = Path(__file__).parents[4]
-    module = "tests.xrex.cuda.async_emb.plain_jax_processes_test"
-    program = "import sys; from {} import run_process; run_process(*map(int, sys.argv[1:]))"
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(root), str(root / "phoenix"), *sys.path]),
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES_PER_PROCESS}",
-        "PJRT_NPROC": "8",
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", program.format(module), str(process), str(port)],
-            env=env,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process in range(NUM_PROCESSES)
-    ]
-    try:
-        errors = [process.communicate(timeout=TIMEOUT_SECS)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    run_in_processes(
+        "tests.xrex.cuda.async_emb.plain_jax_processes_test",
+        look_up_and_update.__name__,
+        num_processes=NUM_PROCESSES,
+        devices_per_process=DEVICES_PER_PROCESS,
+    )
