@@ -43,11 +43,6 @@ nb::dict FfiHandlers(const std::string& platform) {
   return handlers;
 }
 
-std::int64_t DestroyContexts(std::int64_t context_id) {
-  return static_cast<std::int64_t>(
-      Registry::Global().Remove(context_id).size());
-}
-
 void Check(std::int64_t context_id) {
   for (const auto& context : Registry::Global().All(context_id))
     context->Check();
@@ -60,11 +55,18 @@ void ResetTableBinding(std::int64_t context_id) {
 
 // By device key: ranks are unique in a replica group only.
 nb::dict Stats(std::int64_t context_id) {
-  nb::dict by_device;
-  for (const auto& context : Registry::Global().All(context_id)) {
-    by_device[nb::int_(context->device_key())] = StatsDict(context->stats());
+  std::vector<std::pair<std::int64_t, ContextStats>> by_device;
+  {
+    nb::gil_scoped_release release;  // the last reference may go here
+    for (const auto& context : Registry::Global().All(context_id)) {
+      by_device.emplace_back(context->device_key(), context->stats());
+    }
   }
-  return by_device;
+  nb::dict dicts;
+  for (const auto& [device_key, stats] : by_device) {
+    dicts[nb::int_(device_key)] = StatsDict(stats);
+  }
+  return dicts;
 }
 
 nb::bytes TestSnapshot(std::int64_t context_id, const std::string& region,
@@ -105,15 +107,20 @@ void BindHostCalls(nb::module_& module) {
       "context"_a,
       "Makes a context known to the FFI handlers, under its id and device "
       "key.");
-  module.def("destroy_contexts", &DestroyContexts, "context_id"_a, release,
-             "Ends and forgets the local contexts of an id; returns how many "
-             "there were.");
+  module.def(
+      "destroy_contexts",
+      [](std::int64_t context_id) {
+        return Registry::Global().Destroy(context_id);
+      },
+      "context_id"_a, release,
+      "Ends and forgets the local contexts of an id; returns how many "
+      "there were.");
   module.def(
       "has_contexts",
       [](std::int64_t context_id) {
         return !Registry::Global().All(context_id).empty();
       },
-      "context_id"_a, "Whether there are local contexts of that id.");
+      "context_id"_a, release, "Whether there are local contexts of that id.");
   module.def(
       "wait_step_ready",
       [](std::int64_t context_id) {
@@ -138,9 +145,9 @@ void BindHostCalls(nb::module_& module) {
       "context_id"_a, "reason"_a = "abort() was called", release,
       "Ends every exchange; returns when no array of the caller's is touched "
       "any more.");
-  module.def("check", &Check, "context_id"_a,
+  module.def("check", &Check, "context_id"_a, release,
              "Raises the sticky error, if there is one.");
-  module.def("reset_table_binding", &ResetTableBinding, "context_id"_a,
+  module.def("reset_table_binding", &ResetTableBinding, "context_id"_a, release,
              "Forgets which table the steps work on.");
   module.def("stats", &Stats, "context_id"_a,
              "The counters of the local devices: {device key: dict}.");

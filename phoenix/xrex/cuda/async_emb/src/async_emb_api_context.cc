@@ -6,6 +6,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -16,6 +17,7 @@
 #include "phoenix/xrex/cuda/async_emb/src/clock.hpp"
 #include "phoenix/xrex/cuda/async_emb/src/comm_utils.hpp"
 #include "phoenix/xrex/cuda/async_emb/src/errors.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/log.hpp"
 #include "phoenix/xrex/cuda/async_emb/src/str_cat.hpp"
 
 namespace xrex::async_emb {
@@ -25,8 +27,9 @@ namespace nb = nanobind;
 using nb::literals::operator""_a;
 
 const SteadyClock& ProcessClock() {
-  static const SteadyClock clock;
-  return clock;
+  // Never destroyed: watchdogs may look at it until the process ends.
+  static const SteadyClock* const clock = new SteadyClock;
+  return *clock;
 }
 
 OutOfRange ParseOutOfRange(const std::string& text) {
@@ -35,6 +38,15 @@ OutOfRange ParseOutOfRange(const std::string& text) {
   throw AsyncEmbError(ErrorCode::kInvalidArgument,
                       StrCat("async_emb: out_of_range is '", text,
                              "': it must be 'clip' or 'zero'"));
+}
+
+Transport ParseTransport(const std::string& text) {
+  if (text == "auto") return Transport::kAuto;
+  if (text == "nccl") return Transport::kNccl;
+  if (text == "lsa") return Transport::kLsa;
+  throw AsyncEmbError(ErrorCode::kInvalidArgument,
+                      StrCat("async_emb: transport is '", text,
+                             "': it must be 'auto', 'nccl' or 'lsa'"));
 }
 
 // The table's bits: nanobind has no bfloat16 of NumPy's.
@@ -87,8 +99,9 @@ std::shared_ptr<PyContext> MakeContext(
     std::int64_t emb_width, std::int64_t num_unique,
     const std::string& out_of_range, bool deterministic, bool check_inputs,
     bool any_world_size, std::int32_t min_ctas, std::int32_t max_ctas,
-    std::optional<std::int64_t> timeout_secs, const std::string& platform,
-    std::int64_t device_key, const std::string& name) {
+    const std::string& transport, std::optional<std::int64_t> timeout_secs,
+    const std::string& platform, std::int64_t device_key,
+    const std::string& name) {
   const PipelineSpec spec{.world_size = world_size,
                           .tokens_per_rank = tokens_per_rank,
                           .shard_width = shard_width,
@@ -98,6 +111,7 @@ std::shared_ptr<PyContext> MakeContext(
                           .deterministic = deterministic,
                           .check_inputs = check_inputs,
                           .any_world_size = any_world_size,
+                          .transport = ParseTransport(transport),
                           .min_ctas = min_ctas,
                           .max_ctas = max_ctas};
   Backend& backend = Registry::Global().backend(platform);
@@ -122,13 +136,17 @@ std::vector<nb::bytes> Reset(const PyContext& self, std::int32_t rank,
   return made;
 }
 
-void Handshake(const PyContext& self, const std::vector<nb::bytes>& payloads) {
+void Handshake(const PyContext& self, const std::vector<nb::bytes>& payloads,
+               std::optional<std::int64_t> timeout_secs) {
   std::vector<std::string> copies;
   copies.reserve(payloads.size());
   for (const nb::bytes& payload : payloads)
     copies.emplace_back(payload.c_str(), payload.size());
-  WithoutGil(self,
-             [&](AsyncEmbContext& context) { context.Handshake(copies); });
+  WithoutGil(self, [&](AsyncEmbContext& context) {
+    std::optional<Clock::Duration> timeout;
+    if (timeout_secs) timeout = CheckTimeout(*timeout_secs);
+    context.Handshake(copies, timeout);
+  });
 }
 
 nb::bytes Snapshot(const PyContext& self, const std::string& region) {
@@ -147,24 +165,29 @@ void BindLifeCycle(nb::class_<PyContext>& type) {
   type.def("reset", &Reset, "rank"_a, "world_size"_a,
            "Gives the context its rank; returns one payload a rank, empty but "
            "on rank 0.")
-      .def("handshake", &Handshake, "payloads"_a,
-           "Blocks until all ranks are there; payloads[i] was made by rank i "
-           "for this rank.")
+      .def("handshake", &Handshake, "payloads"_a, "timeout_secs"_a = nb::none(),
+           "Blocks until all ranks are there, at most for timeout_secs (None: "
+           "a step's time-out); payloads[i] was made by rank i for this rank.")
       .def("close", &PyContext::Close,
            "Ends a lookup that is armed and lets the context go.")
       .def(
           "abort",
           [](const PyContext& self, const std::string& reason) {
-            self.get()->Abort(reason);
+            WithoutGil(self, [&](AsyncEmbContext& c) { c.Abort(reason); });
           },
           "reason"_a = "abort() was called",
-          "Ends every exchange that is not complete.")
+          "Ends every exchange that is not complete; does not wait for it.")
       .def(
-          "check", [](const PyContext& self) { self.get()->Check(); },
+          "check",
+          [](const PyContext& self) {
+            WithoutGil(self, [](AsyncEmbContext& c) { c.Check(); });
+          },
           "Raises the sticky error, if there is one.")
       .def(
           "reset_table_binding",
-          [](const PyContext& self) { self.get()->ResetTableBinding(); },
+          [](const PyContext& self) {
+            WithoutGil(self, [](AsyncEmbContext& c) { c.ResetTableBinding(); });
+          },
           "Forgets which table the steps work on.");
 }
 
@@ -213,7 +236,10 @@ void BindProperties(nb::class_<PyContext>& type) {
       .def_prop_ro("ready",
                    [](const PyContext& self) { return self.get()->ready(); })
       .def_prop_ro("error",
-                   [](const PyContext& self) { return self.get()->error(); })
+                   [](const PyContext& self) {
+                     return WithoutGil(
+                         self, [](AsyncEmbContext& c) { return c.error(); });
+                   })
       .def_prop_ro(
           "arena_bytes",
           [](const PyContext& self) { return self.get()->arena_bytes(); })
@@ -240,13 +266,19 @@ std::shared_ptr<AsyncEmbContext> PyContext::get() const {
 void PyContext::Close() {
   std::shared_ptr<AsyncEmbContext> context = std::move(context_);
   if (context == nullptr) return;
+  bool quiet = true;
   {
     nb::gil_scoped_release release;
     if (table_) {
       context->Abort("the context was closed with a lookup armed");
-      context->AwaitQuiet();
+      quiet = context->AwaitQuiet(std::chrono::steady_clock::now() +
+                                  std::chrono::seconds(30));
     }
     context.reset();
+  }
+  if (!quiet) {
+    LogWarning("a lookup still reads its table 30 s after its abort; leaking");
+    static_cast<void>(new Bf16Array(*table_));
   }
   table_.reset();
 }
@@ -264,20 +296,15 @@ std::int64_t PyContext::ArmLookup(const IdArray& ids, const nb::object& table) {
                ids.shape(0), "] and a table [", bits.shape(0), ", ",
                bits.shape(1), "]"));
   }
-  const auto num_armed = [&] {
-    return context->stats()
-        .steps_armed[static_cast<std::size_t>(Pipeline::kLookup)];
-  };
-  const std::int64_t num_armed_before = num_armed();
+  std::int64_t step = 0;
   {
     nb::gil_scoped_release release;
-    context->StartLookup(
+    step = context->StartLookup(
         StreamRef{}, {.ids = ids.data(),
                       .table = bits.data(),
                       .vocab_rows = static_cast<std::int64_t>(bits.shape(0))});
   }
-  const std::int64_t step = num_armed();
-  if (step == num_armed_before) context->Check();  // it has failed
+  if (step == 0) context->Check();  // it has failed
   table_ = std::move(bits);
   return step;
 }
@@ -314,8 +341,9 @@ void BindContext(nb::module_& module) {
            nb::kw_only(), "tokens_per_rank"_a, "shard_width"_a, "emb_width"_a,
            "num_unique"_a, "out_of_range"_a = "clip", "deterministic"_a = false,
            "check_inputs"_a = false, "any_world_size"_a = false,
-           "min_ctas"_a = 1, "max_ctas"_a = 4, "timeout_secs"_a = nb::none(),
-           "platform"_a = "cpu", "device_key"_a = 0, "name"_a = "");
+           "min_ctas"_a = 1, "max_ctas"_a = 4, "transport"_a = "auto",
+           "timeout_secs"_a = nb::none(), "platform"_a = "cpu",
+           "device_key"_a = 0, "name"_a = "");
   BindLifeCycle(type);
   BindSteps(type);
   BindProperties(type);

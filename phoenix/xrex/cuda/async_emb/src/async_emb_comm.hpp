@@ -8,6 +8,7 @@
 #pragma once
 
 #include <array>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <memory>
@@ -34,6 +35,8 @@ struct LookupStart {
   const std::int32_t* ids = nullptr;  // [T], copied
   const Bf16Bits* table = nullptr;    // [V, w]
   std::int64_t vocab_rows = 0;        // V
+  // Which rank the program takes itself for; null if there is no program.
+  const std::int32_t* program_rank = nullptr;
 };
 
 // What an update is armed with. All arrays but the scalars stay alive until the
@@ -50,6 +53,7 @@ struct UpdateStart {
   const std::int32_t* pending = nullptr;        // one value, copied
   const std::int32_t* step = nullptr;           // one value, copied; lazy only
   AdagradParams params;
+  const std::int32_t* program_rank = nullptr;  // as for a lookup
 };
 
 struct ContextStats {
@@ -72,8 +76,9 @@ struct ContextConfig {
   std::int64_t device_key =
       0;                      // what ffi::DeviceOrdinal reports for the device
   std::string name;           // for messages
-  Clock::Duration timeout{};  // of one armed step, and of the handshake
-  // Off in tests that drive PollWatchdog themselves.
+  Clock::Duration timeout{};  // of one armed step
+  // Off in tests that drive PollWatchdog themselves: without one nothing ends
+  // an exchange whose peer does not come.
   bool run_watchdog_thread = true;
 };
 
@@ -83,7 +88,7 @@ class AsyncEmbContext {
   // bad spec and kResourceExhausted when the arena cannot be had.
   AsyncEmbContext(const ContextConfig& config, const PipelineSpec& spec,
                   Backend& backend, const Clock& clock);
-  // Aborts what is in flight; blocks for at most 30 s.
+  // Closes the context, blocking for at most 30 s.
   ~AsyncEmbContext();
 
   AsyncEmbContext(const AsyncEmbContext&) = delete;
@@ -91,15 +96,18 @@ class AsyncEmbContext {
 
   // The payloads for all ranks on rank 0, empty ones elsewhere.
   std::vector<std::string> Reset(std::int32_t rank, std::int32_t world_size);
-  // Blocks until all ranks are there; `payloads[i]` was made by rank i for this
-  // rank.
-  void Handshake(const std::vector<std::string>& payloads);
+  // Blocks until all ranks are there, at most for `timeout` (none: that of a
+  // step), and runs every collective once; `payloads[i]` was made by rank i for
+  // this rank.
+  void Handshake(const std::vector<std::string>& payloads,
+                 std::optional<Clock::Duration> timeout = std::nullopt);
 
   // A broken rule throws kFailedPrecondition and changes nothing. On a failed
-  // context a start does nothing and a done gives NaN (and valid = 0).
-  void StartLookup(StreamRef caller, const LookupStart& args);
+  // context a start does nothing and a done gives NaN (and valid = 0). Starts
+  // return the step's number, 0 if none was armed.
+  std::int64_t StartLookup(StreamRef caller, const LookupStart& args);
   void FinishLookup(StreamRef caller, Bf16Bits* embeddings);  // [T, W]
-  void StartUpdate(StreamRef caller, const UpdateStart& args);
+  std::int64_t StartUpdate(StreamRef caller, const UpdateStart& args);
   void FinishUpdate(StreamRef caller, float* norm, std::int32_t* valid);
   // A scalar that carries only a data dependency.
   void WritePin(StreamRef caller, float* pin);
@@ -116,8 +124,12 @@ class AsyncEmbContext {
   // first reason stands.
   void Abort(std::string_view reason);
   // Waits until the side stream touches nothing of the caller's any more, at
-  // most 30 s. For use after Abort; says whether it got there.
-  bool AwaitQuiet();
+  // most until `limit`. For use after Abort; says whether it got there.
+  bool AwaitQuiet(std::chrono::steady_clock::time_point limit);
+  // Aborts what is in flight and ends the side stream, waiting for it until
+  // `limit` at most: one that still runs when the context is destroyed is
+  // leaked. Later calls fail. One thread at a time.
+  void Close(std::chrono::steady_clock::time_point limit);
   // Throws the sticky error, if there is one.
   void Check();
   std::optional<std::string> error();
@@ -145,8 +157,8 @@ class AsyncEmbContext {
   };
   // All that running work may still touch. Leaked as a whole if the side stream
   // does not end.
-  struct Engine {
-    explicit Engine(std::unique_ptr<Device> of) : device(std::move(of)) {}
+  struct Resources {
+    explicit Resources(std::unique_ptr<Device> of) : device(std::move(of)) {}
 
     std::unique_ptr<Device> device;
     std::shared_ptr<std::byte> arena;
@@ -158,25 +170,29 @@ class AsyncEmbContext {
   };
   template <typename T>
   T* region(Region which) const {
-    return reinterpret_cast<T*>(engine_->arena.get() + layout_.offset(which));
+    return reinterpret_cast<T*>(resources_->arena.get() +
+                                layout_.offset(which));
   }
   Lane& lane(Pipeline pipeline) const {
-    return engine_->lanes[static_cast<std::size_t>(pipeline)];
+    return resources_->lanes[static_cast<std::size_t>(pipeline)];
   }
   std::shared_ptr<Communicator> communicator() const;
   SliceShape slice_shape() const;
   std::size_t slice_bytes() const;  // of one [T, w] block
   std::string Describe() const;
 
-  // False on a failed context, or one that has just failed: the start passes
-  // its buffers through.
-  bool BeginStart(Pipeline pipeline, const void* table);
+  // The number of the step that is now being armed; 0 on a failed context, or
+  // one that has just failed: the start passes its buffers through.
+  std::int64_t BeginStart(Pipeline pipeline, const void* table);
   void EndStart(Pipeline pipeline);
   // False if there is no step to take over, on a failed context.
   bool BeginFinish(Pipeline pipeline);
   void EndFinish(Pipeline pipeline, Clock::TimePoint wait_began);
   template <typename Enqueue>
-  void ArmStep(Pipeline pipeline, const void* table, const Enqueue& enqueue);
+  std::int64_t ArmStep(Pipeline pipeline, const void* table,
+                       const Enqueue& enqueue);
+  void EnqueueRankCheck(StreamRef caller, Pipeline pipeline,
+                        const std::int32_t* program_rank);
   void EnqueueLookup(StreamRef caller, const LookupStart& args,
                      Communicator& comm);
   void EnqueueUpdate(StreamRef caller, const UpdateStart& args,
@@ -191,6 +207,11 @@ class AsyncEmbContext {
   // Takes over an error that the communicator found, or a peer reported.
   void AdoptCommunicatorError();
   [[noreturn]] static void ThrowAborted(const std::string& reason);
+  // Runs every collective once, so that the first step finds nothing cold.
+  void WarmUp(Communicator& comm, Clock::TimePoint deadline);
+  // Tells the watchdog that the step is off the side stream, however it ended.
+  // To be called with state_mutex_.
+  void NoteEndLocked(Pipeline pipeline);
   void RunWatchdog();
   void StopWatchdog();
   std::string DescribeTimeout(Pipeline pipeline, std::int64_t step);
@@ -201,10 +222,13 @@ class AsyncEmbContext {
   const PipelineSpec spec_;
   Backend& backend_;
   const Clock& clock_;
-  std::unique_ptr<Engine>
-      engine_;  // set by the constructor; its parts are thread-safe or
-                // used by one start or done at a time
+  std::unique_ptr<Resources>
+      resources_;  // set by the constructor; its parts are thread-safe or
+                   // used by one start or done at a time
   const ArenaLayout layout_;
+
+  bool closed_ = false;     // by Close
+  bool abandoned_ = false;  // by Close: the side stream did not end
 
   std::mutex arm_mutex_;  // one reset or start at a time
 
@@ -216,6 +240,8 @@ class AsyncEmbContext {
   Watchdog watchdog_;    // guarded by state_mutex_
   std::optional<std::string>
       failure_;  // guarded by state_mutex_; the reason, set once
+  std::array<std::int64_t, kNumPipelines>
+      steps_done_{};             // guarded by state_mutex_; without failed ones
   std::int64_t bytes_sent_ = 0;  // guarded by state_mutex_
   double wait_secs_ = 0.0;       // guarded by state_mutex_
 

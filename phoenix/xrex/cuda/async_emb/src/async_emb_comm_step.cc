@@ -1,24 +1,39 @@
 // The steps of a context: arming, what is enqueued in which order, finishing.
 #include <chrono>
+#include <exception>
 
 #include "phoenix/xrex/cuda/async_emb/src/async_emb_comm.hpp"
 #include "phoenix/xrex/cuda/async_emb/src/errors.hpp"
 #include "phoenix/xrex/cuda/async_emb/src/str_cat.hpp"
 
 namespace xrex::async_emb {
+namespace {
 
-bool AsyncEmbContext::BeginStart(Pipeline pipeline, const void* table) {
+// What a completed step sends from one rank to all others.
+std::int64_t BytesSent(const PipelineSpec& spec, Pipeline pipeline) {
+  const std::int64_t ids = spec.tokens_per_rank;
+  const std::int64_t values = spec.tokens_per_rank * spec.shard_width;
+  const std::int64_t stats =
+      pipeline == Pipeline::kUpdate ? spec.num_unique + 1 : 0;
+  return (spec.world_size - 1) * (ids * std::int64_t{sizeof(std::int32_t)} +
+                                  values * std::int64_t{sizeof(Bf16Bits)} +
+                                  stats * std::int64_t{sizeof(float)});
+}
+
+}  // namespace
+
+std::int64_t AsyncEmbContext::BeginStart(Pipeline pipeline, const void* table) {
   AdoptCommunicatorError();
   std::string moved;
   {
     std::lock_guard state(state_mutex_);
-    if (failure_) return false;
+    if (failure_) return 0;
     state_.RequireStart(pipeline);
     const void* const bound = state_.table();
     if (state_.BindTable(table) != TableBinding::kMoved) {
-      lane(pipeline).guard.Reset();
-      watchdog_.OnArmed(pipeline, state_.Arm(pipeline));
-      return true;
+      const std::int64_t step = state_.Arm(pipeline);
+      watchdog_.OnArmed(pipeline, step);
+      return step;
     }
     moved = StrCat("the table moved from ", bound, " to ", table, " before ",
                    PipelineName(pipeline), " step ", state_.armed(pipeline) + 1,
@@ -30,21 +45,12 @@ bool AsyncEmbContext::BeginStart(Pipeline pipeline, const void* table) {
                    "nothing else read it between a start and its done");
   }
   Abort(moved);
-  return false;
+  return 0;
 }
 
 void AsyncEmbContext::EndStart(Pipeline pipeline) {
   std::lock_guard state(state_mutex_);
   state_.SetEnqueued(pipeline);
-  const std::int64_t peers = spec_.world_size - 1;
-  const std::int64_t rows = spec_.tokens_per_rank * spec_.shard_width;
-  std::int64_t bytes =
-      spec_.tokens_per_rank * static_cast<std::int64_t>(sizeof(std::int32_t)) +
-      rows * static_cast<std::int64_t>(sizeof(Bf16Bits));
-  if (pipeline == Pipeline::kUpdate) {
-    bytes += (spec_.num_unique + 1) * static_cast<std::int64_t>(sizeof(float));
-  }
-  bytes_sent_ += peers * bytes;
 }
 
 bool AsyncEmbContext::BeginFinish(Pipeline pipeline) {
@@ -58,39 +64,60 @@ bool AsyncEmbContext::BeginFinish(Pipeline pipeline) {
 void AsyncEmbContext::EndFinish(Pipeline pipeline,
                                 Clock::TimePoint wait_began) {
   const Clock::Duration waited = clock_.Now() - wait_began;
-  const bool completed = lane(pipeline).completed->IsComplete();
+  const bool failed = lane(pipeline).guard.failed();
   std::lock_guard state(state_mutex_);
-  if (completed) watchdog_.OnCompleted(pipeline);
+  NoteEndLocked(pipeline);
   state_.EndFinish(pipeline);
   wait_secs_ += std::chrono::duration<double>(waited).count();
+  if (failed) return;
+  ++steps_done_[static_cast<std::size_t>(pipeline)];
+  bytes_sent_ += BytesSent(spec_, pipeline);
 }
 
 template <typename Enqueue>
-void AsyncEmbContext::ArmStep(Pipeline pipeline, const void* table,
-                              const Enqueue& enqueue) {
+std::int64_t AsyncEmbContext::ArmStep(Pipeline pipeline, const void* table,
+                                      const Enqueue& enqueue) {
   std::lock_guard arm(arm_mutex_);
-  if (!BeginStart(pipeline, table)) return;
+  const std::int64_t step = BeginStart(pipeline, table);
+  if (step == 0) return 0;
   try {
     enqueue(*communicator());
-  } catch (const AsyncEmbError& error) {
+    resources_->device->Record(*lane(pipeline).completed,
+                               resources_->stream->ref());
+  } catch (const std::exception& error) {
+    // Found by this rank alone, so no handler fails: see the header.
     lane(pipeline).guard.Fail();
     Abort(StrCat(PipelineName(pipeline),
                  " could not be enqueued: ", error.what()));
   }
-  engine_->device->Record(*lane(pipeline).completed, engine_->stream->ref());
   EndStart(pipeline);
+  return step;
 }
 
-void AsyncEmbContext::StartLookup(StreamRef caller, const LookupStart& args) {
-  ArmStep(Pipeline::kLookup, args.table,
-          [&](Communicator& comm) { EnqueueLookup(caller, args, comm); });
+void AsyncEmbContext::EnqueueRankCheck(StreamRef caller, Pipeline pipeline,
+                                       const std::int32_t* program_rank) {
+  if (program_rank == nullptr) return;
+  StepGuard& guard = lane(pipeline).guard;
+  resources_->device->CheckRank(caller, guard, program_rank, rank());
+  if (!guard.failed()) return;
+  Abort(StrCat("the program on rank ", rank(),
+               "'s device takes itself for another rank: it runs in a "
+               "shard_map over another mesh than ctx.mesh; use ctx.mesh"));
+}
+
+std::int64_t AsyncEmbContext::StartLookup(StreamRef caller,
+                                          const LookupStart& args) {
+  return ArmStep(Pipeline::kLookup, args.table, [&](Communicator& comm) {
+    EnqueueRankCheck(caller, Pipeline::kLookup, args.program_rank);
+    EnqueueLookup(caller, args, comm);
+  });
 }
 
 void AsyncEmbContext::EnqueueLookup(StreamRef caller, const LookupStart& args,
                                     Communicator& comm) {
-  Device& device = *engine_->device;
+  Device& device = *resources_->device;
   Lane& lookup = lane(Pipeline::kLookup);
-  const StreamRef side = engine_->stream->ref();
+  const StreamRef side = resources_->stream->ref();
   const std::size_t id_bytes = layout_.bytes(Region::kLocalIds);
   auto* const ids = region<std::int32_t>(Region::kLookupIds);
   const std::int64_t own_begin = rank() * spec_.tokens_per_rank;
@@ -119,23 +146,26 @@ void AsyncEmbContext::FinishLookup(StreamRef caller, Bf16Bits* embeddings) {
   const bool pending = BeginFinish(Pipeline::kLookup);
   const Clock::TimePoint wait_began = clock_.Now();
   Lane& lookup = lane(Pipeline::kLookup);
-  if (pending) engine_->device->Wait(caller, *lookup.completed);
-  engine_->device->CombineSlices(
-      caller, pending ? lookup.guard : engine_->never_armed, slice_shape(),
+  if (pending) resources_->device->Wait(caller, *lookup.completed);
+  resources_->device->CombineSlices(
+      caller, pending ? lookup.guard : resources_->never_armed, slice_shape(),
       region<Bf16Bits>(Region::kLookupEmbeddings), embeddings);
   if (pending) EndFinish(Pipeline::kLookup, wait_began);
 }
 
-void AsyncEmbContext::StartUpdate(StreamRef caller, const UpdateStart& args) {
-  ArmStep(Pipeline::kUpdate, args.table,
-          [&](Communicator& comm) { EnqueueUpdate(caller, args, comm); });
+std::int64_t AsyncEmbContext::StartUpdate(StreamRef caller,
+                                          const UpdateStart& args) {
+  return ArmStep(Pipeline::kUpdate, args.table, [&](Communicator& comm) {
+    EnqueueRankCheck(caller, Pipeline::kUpdate, args.program_rank);
+    EnqueueUpdate(caller, args, comm);
+  });
 }
 
 void AsyncEmbContext::EnqueueUpdate(StreamRef caller, const UpdateStart& args,
                                     Communicator& comm) {
-  Device& device = *engine_->device;
+  Device& device = *resources_->device;
   Lane& update = lane(Pipeline::kUpdate);
-  const StreamRef side = engine_->stream->ref();
+  const StreamRef side = resources_->stream->ref();
   const std::size_t segment_bytes = layout_.bytes(Region::kLocalSegments);
   auto* const local_segments = region<std::int32_t>(Region::kLocalSegments);
   auto* const segments = region<std::int32_t>(Region::kUpdateIndices);
@@ -186,8 +216,8 @@ void AsyncEmbContext::EnqueueUpdate(StreamRef caller, const UpdateStart& args,
 }
 
 void AsyncEmbContext::EnqueueApply(const UpdateStart& args) {
-  engine_->device->ApplyAdagrad(
-      engine_->stream->ref(), lane(Pipeline::kUpdate).guard,
+  resources_->device->ApplyAdagrad(
+      resources_->stream->ref(), lane(Pipeline::kUpdate).guard,
       {.accum = region<float>(Region::kUpdateGradAccum),
        .stats = region<float>(Region::kUpdateStats),
        .unique_tokens = args.unique_tokens,
@@ -208,15 +238,15 @@ void AsyncEmbContext::FinishUpdate(StreamRef caller, float* norm,
   const bool pending = BeginFinish(Pipeline::kUpdate);
   const Clock::TimePoint wait_began = clock_.Now();
   Lane& update = lane(Pipeline::kUpdate);
-  if (pending) engine_->device->Wait(caller, *update.completed);
-  engine_->device->WriteResult(
-      caller, pending ? update.guard : engine_->never_armed,
+  if (pending) resources_->device->Wait(caller, *update.completed);
+  resources_->device->WriteResult(
+      caller, pending ? update.guard : resources_->never_armed,
       region<UpdateResult>(Region::kUpdateResult), norm, valid);
   if (pending) EndFinish(Pipeline::kUpdate, wait_began);
 }
 
 void AsyncEmbContext::WritePin(StreamRef caller, float* pin) {
-  engine_->device->Zero(caller, pin, sizeof(float));
+  resources_->device->Zero(caller, pin, sizeof(float));
 }
 
 SliceShape AsyncEmbContext::slice_shape() const {

@@ -1,6 +1,7 @@
 // The waits and the watchdog of a context.
 #include <algorithm>
 #include <chrono>
+#include <exception>
 
 #include "phoenix/xrex/cuda/async_emb/src/async_emb_comm.hpp"
 #include "phoenix/xrex/cuda/async_emb/src/errors.hpp"
@@ -108,8 +109,8 @@ std::string AsyncEmbContext::Snapshot(std::string_view region_name) {
       if (state_.armed(pipeline) != step) continue;
     }
     std::string bytes(layout_.snapshot_bytes(*which), '\0');
-    engine_->device->ReadBack(bytes.data(), region<std::byte>(*which),
-                              bytes.size());
+    resources_->device->ReadBack(bytes.data(), region<std::byte>(*which),
+                                 bytes.size());
     return bytes;
   }
 }
@@ -137,8 +138,7 @@ void AsyncEmbContext::PollWatchdog() {
     for (const Pipeline pipeline : {Pipeline::kLookup, Pipeline::kUpdate}) {
       // While a start is enqueuing, the event still tells of the step before.
       const bool recorded = state_.phase(pipeline) != Phase::kArming;
-      if (recorded && lane(pipeline).completed->IsComplete())
-        watchdog_.OnCompleted(pipeline);
+      if (recorded) NoteEndLocked(pipeline);
     }
     findings = watchdog_.Poll(now);
   }
@@ -162,12 +162,25 @@ void AsyncEmbContext::PollWatchdog() {
   }
 }
 
+void AsyncEmbContext::NoteEndLocked(Pipeline pipeline) {
+  if (!lane(pipeline).completed->IsComplete()) return;
+  if (lane(pipeline).guard.failed()) {
+    watchdog_.OnFailed(pipeline);
+  } else {
+    watchdog_.OnCompleted(pipeline);
+  }
+}
+
 void AsyncEmbContext::RunWatchdog() {
   std::unique_lock lock(watchdog_mutex_);
   while (!watchdog_wake_.wait_for(lock, kWatchdogPoll,
                                   [this] { return watchdog_stop_; })) {
     lock.unlock();
-    PollWatchdog();
+    try {
+      PollWatchdog();
+    } catch (const std::exception& error) {  // no memory, say
+      LogWarning(error.what());
+    }
     lock.lock();
   }
 }

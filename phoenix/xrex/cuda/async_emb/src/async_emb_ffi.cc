@@ -56,16 +56,19 @@ Registry::ContextPtr FindContext(const FfiCall& call) {
 void LookupStartCall(const FfiCall& call) {
   const Registry::ContextPtr context = FindContext(call);
   const PipelineSpec& spec = context->spec();
-  call.RequireCounts(3, 2);
+  call.RequireCounts(4, 2);
   const auto ids = call.Operand(0, "token_ids", kI32, {spec.tokens_per_rank});
   const auto table =
       call.Operand(1, "table", kBf16, {kAnySize, spec.shard_width});
   const auto pin = call.Result(1, "pin", kF32, {1});
+  const auto rank = call.Operand(2, "rank", kI32, {});
   call.RequireAlias(1, 0);
   context->WritePin(call.stream(), Data<float>(pin));
-  context->StartLookup(call.stream(), {.ids = Data<const std::int32_t>(ids),
-                                       .table = Data<const Bf16Bits>(table),
-                                       .vocab_rows = table.dimensions()[0]});
+  context->StartLookup(call.stream(),
+                       {.ids = Data<const std::int32_t>(ids),
+                        .table = Data<const Bf16Bits>(table),
+                        .vocab_rows = table.dimensions()[0],
+                        .program_rank = Data<const std::int32_t>(rank)});
 }
 
 void LookupDoneCall(const FfiCall& call) {
@@ -84,7 +87,7 @@ void UpdateStartCall(const FfiCall& call, const AdagradParams& params) {
   const PipelineSpec& spec = context->spec();
   ValidateAdagradParams(params);
   const std::size_t num_aliased = params.lazy ? 6 : 5;
-  call.RequireCounts(params.lazy ? 10 : 8, num_aliased);
+  call.RequireCounts(params.lazy ? 11 : 9, num_aliased);
   for (std::size_t i = 0; i < num_aliased; ++i) call.RequireAlias(i, i);
 
   const auto grads =
@@ -115,6 +118,8 @@ void UpdateStartCall(const FfiCall& call, const AdagradParams& params) {
       Data<const std::int32_t>(call.Operand(next++, "pending", kI32, {}));
   args.learning_rate =
       Data<const float>(call.Operand(next++, "learning_rate", kF32, {}));
+  args.program_rank =
+      Data<const std::int32_t>(call.Operand(next++, "rank", kI32, {}));
   context->StartUpdate(call.stream(), args);
 }
 

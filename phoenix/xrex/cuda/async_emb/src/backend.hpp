@@ -31,6 +31,10 @@ class Backend {
   // otherwise.
   virtual std::chrono::seconds default_timeout() const = 0;
 
+  // The name of the transport that contexts of this backend get, for the log.
+  // Throws kInvalidArgument for one that it does not have.
+  virtual std::string_view ResolveTransport(Transport wanted) const = 0;
+
   // `device_key` is what ffi::DeviceOrdinal reports for the device.
   virtual std::unique_ptr<Device> NewDevice(std::int64_t device_key) = 0;
 

@@ -18,8 +18,8 @@ constexpr const char* kTimeoutVariable = "XAI_ASYNC_EMB_TIMEOUT_SECONDS";
 // A year: nanoseconds of it still fit 64 bits with room to add.
 constexpr std::int64_t kMaxTimeoutSecs = 366LL * 24 * 3600;
 
-std::chrono::seconds CheckTimeout(std::int64_t secs, std::string_view source,
-                                  std::string_view value) {
+std::chrono::seconds RequireTimeout(std::int64_t secs, std::string_view source,
+                                    std::string_view value) {
   if (secs < 1 || secs > kMaxTimeoutSecs) {
     throw AsyncEmbError(
         ErrorCode::kInvalidArgument,
@@ -30,9 +30,15 @@ std::chrono::seconds CheckTimeout(std::int64_t secs, std::string_view source,
   return std::chrono::seconds(secs);
 }
 
+std::chrono::steady_clock::time_point TeardownLimit() {
+  return std::chrono::steady_clock::now() + std::chrono::seconds(30);
+}
+
 template <typename Wait>
 std::int64_t LeastStep(const std::vector<Registry::ContextPtr>& contexts,
                        const Wait& wait) {
+  // A context that has failed says why before another is waited for.
+  for (const Registry::ContextPtr& context : contexts) context->Check();
   std::optional<std::int64_t> least;
   std::exception_ptr first_error;
   for (const Registry::ContextPtr& context : contexts) {
@@ -49,10 +55,13 @@ std::int64_t LeastStep(const std::vector<Registry::ContextPtr>& contexts,
 
 }  // namespace
 
+std::chrono::seconds CheckTimeout(std::int64_t secs) {
+  return RequireTimeout(secs, "timeout_secs", StrCat(secs));
+}
+
 std::chrono::seconds ResolveTimeout(std::optional<std::int64_t> option_secs,
                                     const Backend& backend) {
-  if (option_secs)
-    return CheckTimeout(*option_secs, "timeout_secs", StrCat(*option_secs));
+  if (option_secs) return CheckTimeout(*option_secs);
   const char* text = std::getenv(kTimeoutVariable);
   if (text == nullptr) return backend.default_timeout();
   const std::string_view value(text);
@@ -60,7 +69,7 @@ std::chrono::seconds ResolveTimeout(std::optional<std::int64_t> option_secs,
   const auto [end, error] =
       std::from_chars(value.data(), value.data() + value.size(), secs);
   const bool whole = error == std::errc() && end == value.data() + value.size();
-  return CheckTimeout(whole ? secs : 0, kTimeoutVariable, value);
+  return RequireTimeout(whole ? secs : 0, kTimeoutVariable, value);
 }
 
 Registry& Registry::Global() {
@@ -150,12 +159,20 @@ std::int64_t Registry::Drain(std::int64_t context_id) {
 void Registry::Abort(std::int64_t context_id, std::string_view reason) {
   const std::vector<ContextPtr> contexts = All(context_id);
   for (const ContextPtr& context : contexts) context->Abort(reason);
+  const auto limit = TeardownLimit();
   for (const ContextPtr& context : contexts) {
-    if (!context->AwaitQuiet()) {
+    if (!context->AwaitQuiet(limit)) {
       LogWarning(StrCat("context ", context_id, " rank ", context->rank(),
                         " still runs 30 s after its abort"));
     }
   }
+}
+
+std::int64_t Registry::Destroy(std::int64_t context_id) {
+  const std::vector<ContextPtr> contexts = Remove(context_id);
+  const auto limit = TeardownLimit();  // one for all, not one for each
+  for (const ContextPtr& context : contexts) context->Close(limit);
+  return static_cast<std::int64_t>(contexts.size());
 }
 
 }  // namespace xrex::async_emb

@@ -24,6 +24,9 @@ namespace xrex::async_emb {
 std::chrono::seconds ResolveTimeout(std::optional<std::int64_t> option_secs,
                                     const Backend& backend);
 
+// A time-out that a caller gave. Throws kInvalidArgument likewise.
+std::chrono::seconds CheckTimeout(std::int64_t secs);
+
 class Registry {
  public:
   using ContextPtr = std::shared_ptr<AsyncEmbContext>;
@@ -46,6 +49,10 @@ class Registry {
 
   // The local contexts of an id, by rank.
   std::vector<ContextPtr> All(std::int64_t context_id);
+
+  // Takes the local contexts of an id out and closes them, in 30 s at most;
+  // returns how many there were.
+  std::int64_t Destroy(std::int64_t context_id);
 
   // Takes the local contexts of an id out; the caller holds the last references
   // but for calls that are under way.

@@ -58,7 +58,7 @@ class StepGuard {
 
   // Whose steps these are: exchanges of different pipelines never match.
   Pipeline pipeline() const { return pipeline_; }
-  void Reset() { failed_.store(false, std::memory_order_release); }
+  // For good: a context whose exchange has failed arms no other step.
   void Fail() { failed_.store(true, std::memory_order_release); }
   bool failed() const { return failed_.load(std::memory_order_acquire); }
 
@@ -91,6 +91,10 @@ struct UpdateResult {
   float norm;
   std::int32_t valid;
 };
+
+// ArenaLayout, which knows no device, counts both in elements of 4 bytes.
+static_assert(sizeof(UpdateScalars) == 3 * sizeof(float));
+static_assert(sizeof(UpdateResult) == 2 * sizeof(float));
 
 struct GatherArgs {
   const std::int32_t* ids = nullptr;  // [num_ids]
@@ -126,12 +130,12 @@ struct SegmentSumArgs {
 };
 
 // What a rank finds against a step, in the flag that is summed over the ranks.
-// The sum of up to 4095 ranks tells the reason that goes first: pending, then
-// invalid inputs, then a learning rate that is not finite.
+// The sum of up to kMaxRanks ranks tells the reason that goes first: pending,
+// then invalid inputs, then a learning rate that is not finite.
 inline constexpr float kVerdictApply = 0.0F;
 inline constexpr float kVerdictNonFinite = 1.0F;
-inline constexpr float kVerdictInvalid = 4096.0F;
-inline constexpr float kVerdictPending = 4096.0F * 4096.0F;
+inline constexpr float kVerdictInvalid = kMaxRanks + 1;
+inline constexpr float kVerdictPending = kVerdictInvalid * kVerdictInvalid;
 
 struct UpdateCheckArgs {
   const std::int32_t* segments = nullptr;  // [num_tokens], of all ranks
@@ -195,6 +199,11 @@ class Device {
 
   // Copies idle arena memory to host memory, and waits for it.
   virtual void ReadBack(void* dst, const void* src, std::size_t bytes) = 0;
+
+  // Fails the guard unless *came == expected. `came` is the caller's, where the
+  // program says which rank it is.
+  virtual void CheckRank(StreamRef stream, StepGuard& guard,
+                         const std::int32_t* came, std::int32_t expected) = 0;
 
   virtual void GatherRows(StreamRef stream, const StepGuard& guard,
                           const GatherArgs& args) = 0;

@@ -7,18 +7,18 @@
 
 namespace xrex::async_emb {
 
-// Makes the calling thread keep subnormal inputs and results, whatever it
-// inherited.
-inline void KeepSubnormals() {
+// Gives the calling thread the arithmetic that the kernels count on, whatever
+// it inherited: subnormals are kept, rounding is to nearest even.
+inline void SetIeeeArithmetic() {
 #if defined(__SSE2__)
-  constexpr unsigned int kFlushToZero = 0x8000;
-  constexpr unsigned int kDenormalsAreZero = 0x0040;
-  _mm_setcsr(_mm_getcsr() & ~(kFlushToZero | kDenormalsAreZero));
+  constexpr unsigned int kPowerOnMode =
+      0x1F80;  // exceptions masked, all else 0
+  _mm_setcsr(kPowerOnMode);
 #elif defined(__aarch64__)
-  constexpr unsigned long kFlushToZero = 1UL << 24;
+  constexpr unsigned long kFlushAndRounding = (1UL << 24) | (3UL << 22);
   unsigned long mode;
   asm volatile("mrs %0, fpcr" : "=r"(mode));
-  asm volatile("msr fpcr, %0" ::"r"(mode & ~kFlushToZero));
+  asm volatile("msr fpcr, %0" ::"r"(mode & ~kFlushAndRounding));
 #endif
 }
 

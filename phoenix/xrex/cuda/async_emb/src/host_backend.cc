@@ -9,6 +9,15 @@
 
 namespace xrex::async_emb {
 
+std::string_view HostBackend::ResolveTransport(Transport wanted) const {
+  if (wanted == Transport::kAuto) return "shared memory";
+  throw AsyncEmbError(
+      ErrorCode::kInvalidArgument,
+      StrCat("async_emb: transport is '",
+             wanted == Transport::kNccl ? "nccl" : "lsa",
+             "', which needs GPUs: on CPU devices it must be 'auto'"));
+}
+
 std::unique_ptr<Device> HostBackend::NewDevice(std::int64_t /*device_key*/) {
   return std::make_unique<HostDevice>();
 }

@@ -23,6 +23,7 @@ class HostBackend final : public Backend {
   std::chrono::seconds default_timeout() const override {
     return std::chrono::seconds(30);
   }
+  std::string_view ResolveTransport(Transport wanted) const override;
   std::unique_ptr<Device> NewDevice(std::int64_t device_key) override;
   std::vector<std::string> MakePayloads(std::int32_t world_size) override;
   std::unique_ptr<Communicator> NewCommunicator(

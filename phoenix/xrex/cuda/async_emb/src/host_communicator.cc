@@ -1,6 +1,7 @@
 #include "phoenix/xrex/cuda/async_emb/src/host_communicator.hpp"
 
 #include <cstring>
+#include <exception>
 #include <utility>
 
 #include "phoenix/xrex/cuda/async_emb/src/async_emb_kernel_host.hpp"
@@ -68,12 +69,12 @@ void HostCommunicator::AllToAll(StreamRef stream, StepGuard& guard,
 void HostCommunicator::AllReduceSum(StreamRef stream, StepGuard& guard,
                                     const float* send, float* recv,
                                     std::size_t count, bool /*fixed_order*/) {
-  Exchange(stream, guard, "all-reduce", count * sizeof(float), send,
-           [=](const Offers& offers) {
-             std::vector<const float*> parts;
-             parts.reserve(offers.size());
-             for (const HostRendezvous::Offer& offer : offers) {
-               parts.push_back(static_cast<const float*>(offer.data));
+  const auto bytes = count * sizeof(float);
+  std::vector<const float*> parts(static_cast<std::size_t>(world_size_));
+  Exchange(stream, guard, "all-reduce", bytes, send,
+           [=, parts = std::move(parts)](const Offers& offers) mutable {
+             for (std::size_t i = 0; i < parts.size(); ++i) {
+               parts[i] = static_cast<const float*>(offers[i].data);
              }
              host_kernels::ReduceRanks(
                  parts.data(), static_cast<int>(parts.size()), count, recv);
@@ -90,13 +91,14 @@ void HostCommunicator::Exchange(StreamRef stream, StepGuard& guard,
        operation = StrCat(PipelineName(guard.pipeline()), " ", operation),
        bytes, send, receive = std::move(receive)] {
         if (guard.failed()) return;
-        const auto offers =
-            rendezvous->Meet(rank, operation, bytes, {send, arena});
-        if (offers) {
-          receive(*offers);
-        } else {
-          guard.Fail();
+        try {
+          const auto offers =
+              rendezvous->Meet(rank, operation, bytes, {send, arena});
+          if (offers) return receive(*offers);
+        } catch (const std::exception& error) {  // no memory, say
+          rendezvous->Abort(StrCat(operation, ": ", error.what()));
         }
+        guard.Fail();
       });
 }
 

@@ -61,7 +61,7 @@ void HostStream::RunOn(StreamRef ref, std::function<void()> work) {
 }
 
 void HostStream::Run() {
-  KeepSubnormals();
+  SetIeeeArithmetic();
   std::unique_lock lock(mutex_);
   while (true) {
     wake_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
@@ -124,6 +124,8 @@ std::shared_ptr<std::byte> HostDevice::AllocateArena(std::size_t bytes) {
     static_cast<void>(madvise(block, bytes, MADV_HUGEPAGE));
   }
 #endif
+  // Every page is touched now and not in the first step.
+  std::memset(block, 0, bytes);
   return {static_cast<std::byte*>(block), [alignment](std::byte* bytes_ptr) {
             ::operator delete(bytes_ptr, alignment);
           }};
@@ -140,7 +142,12 @@ void HostDevice::BindScratch(std::byte* scratch, std::size_t /*bytes*/) {
 void HostDevice::Record(Event& event, StreamRef stream) {
   auto& latch = static_cast<HostEvent&>(event);
   latch.Reset();
-  HostStream::RunOn(stream, [&latch] { latch.Complete(); });
+  try {
+    HostStream::RunOn(stream, [&latch] { latch.Complete(); });
+  } catch (...) {
+    latch.Complete();  // nothing will come that could complete it
+    throw;
+  }
 }
 
 void HostDevice::Wait(StreamRef stream, const Event& event) {
@@ -161,6 +168,13 @@ void HostDevice::Zero(StreamRef stream, void* dst, std::size_t bytes) {
 
 void HostDevice::ReadBack(void* dst, const void* src, std::size_t bytes) {
   std::memcpy(dst, src, bytes);
+}
+
+void HostDevice::CheckRank(StreamRef stream, StepGuard& guard,
+                           const std::int32_t* came, std::int32_t expected) {
+  HostStream::RunOn(stream, [&guard, came, expected] {
+    if (*came != expected) guard.Fail();
+  });
 }
 
 void HostDevice::GatherRows(StreamRef stream, const StepGuard& guard,

@@ -60,7 +60,7 @@ class HostEvent final : public Event {
   bool complete_ = true;  // guarded by mutex_
 };
 
-class HostDevice final : public Device {
+class HostDevice : public Device {
  public:
   std::unique_ptr<Stream> NewSideStream() override;
   std::unique_ptr<Event> NewEvent() override;
@@ -73,6 +73,8 @@ class HostDevice final : public Device {
             std::size_t bytes) override;
   void Zero(StreamRef stream, void* dst, std::size_t bytes) override;
   void ReadBack(void* dst, const void* src, std::size_t bytes) override;
+  void CheckRank(StreamRef stream, StepGuard& guard, const std::int32_t* came,
+                 std::int32_t expected) override;
   void GatherRows(StreamRef stream, const StepGuard& guard,
                   const GatherArgs& args) override;
   void CombineSlices(StreamRef stream, const StepGuard& guard,

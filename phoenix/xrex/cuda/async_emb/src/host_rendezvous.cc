@@ -59,6 +59,9 @@ void HostRendezvous::Join(std::int32_t rank, std::int32_t world_size,
 std::optional<std::vector<HostRendezvous::Offer>> HostRendezvous::Meet(
     std::int32_t rank, std::string_view operation, std::size_t bytes,
     Offer offer) {
+  // Nothing is allocated once the meeting may be complete: a rank that fails
+  // then would be the only one.
+  std::vector<Offer> offers(static_cast<std::size_t>(world_size_));
   std::unique_lock lock(mutex_);
   if (departed_rank_ >= 0) {
     AbortLocked(StrCat("rank ", departed_rank_, " has closed its context"));
@@ -88,8 +91,9 @@ std::optional<std::vector<HostRendezvous::Offer>> HostRendezvous::Meet(
   }
   // A completed meeting counts, whatever was aborted since.
   changed_.wait(lock, [&] { return num_completed_ > number || abort_reason_; });
-  if (num_completed_ > number) return meeting.offers;
-  return std::nullopt;
+  if (num_completed_ == number) return std::nullopt;
+  std::copy(meeting.offers.begin(), meeting.offers.end(), offers.begin());
+  return offers;
 }
 
 void HostRendezvous::Leave(std::int32_t rank) {

@@ -28,6 +28,10 @@ void RequirePositive(const char* name, std::int64_t value,
 void ValidateCounts(const PipelineSpec& spec) {
   RequirePositive("world_size", spec.world_size,
                   "the number of ranks of the communicator");
+  if (spec.world_size > kMaxRanks) {
+    Reject(Is("world_size", spec.world_size) + " but must be at most " +
+           std::to_string(kMaxRanks) + ": use replica groups");
+  }
   RequirePositive("tokens_per_rank", spec.tokens_per_rank,
                   "the tokens of one rank's batch");
   RequirePositive("shard_width", spec.shard_width,

@@ -19,7 +19,8 @@ struct PipelineSpec {
   bool deterministic = false;   // the fixed order of sums
   bool check_inputs = false;    // device checks that cost time
   bool any_world_size = false;  // lifts the power-of-two rule
-  std::int32_t min_ctas = 1;    // blocks that a GPU communicator may take
+  Transport transport = Transport::kAuto;
+  std::int32_t min_ctas = 1;  // blocks that a GPU communicator may take
   std::int32_t max_ctas = 4;
 
   // N, tokens of the global batch.

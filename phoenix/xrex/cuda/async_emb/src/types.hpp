@@ -12,6 +12,13 @@ enum class OutOfRange : std::uint8_t {
   kZero,  // forward gives a zero row
 };
 
+// How ranks reach each other.
+enum class Transport : std::uint8_t {
+  kAuto,  // the best that the backend has
+  kNccl,  // NCCL's collectives
+  kLsa,   // direct stores between the GPUs of one host
+};
+
 // The two independent start/done pairs. Both run in order on one side stream.
 enum class Pipeline : std::uint8_t { kLookup = 0, kUpdate = 1 };
 inline constexpr int kNumPipelines = 2;
@@ -24,7 +31,8 @@ constexpr const char* PipelineName(Pipeline pipeline) {
 // (bfloat16.hpp).
 using Bf16Bits = std::uint16_t;
 
-// Segment index of a token that is left out of the update on purpose.
-inline constexpr std::int32_t kNoSegment = -1;
+// More ranks than any communicator here has; sums of per-rank flags count on
+// it.
+inline constexpr std::int32_t kMaxRanks = 4095;
 
 }  // namespace xrex::async_emb

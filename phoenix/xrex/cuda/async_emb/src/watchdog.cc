@@ -18,6 +18,10 @@ void Watchdog::OnCompleted(Pipeline pipeline) {
   entry.completed_at = clock_.Now();
 }
 
+void Watchdog::OnFailed(Pipeline pipeline) {
+  entries_[static_cast<std::size_t>(pipeline)].in_flight = false;
+}
+
 std::vector<Watchdog::Finding> Watchdog::Poll(Clock::TimePoint now) {
   std::vector<Finding> findings;
   for (int i = 0; i < kNumPipelines; ++i) {

@@ -38,6 +38,9 @@ class Watchdog {
   // yet.
   void OnCompleted(Pipeline pipeline);
 
+  // The same for a step that failed there: it is not reported as resolved.
+  void OnFailed(Pipeline pipeline);
+
   // What is new since the last poll, for a `now` that was read before the owner
   // looked which steps are complete: else one that completes in time, in
   // between, would expire. A step expires at its deadline, not before.
@@ -45,8 +48,6 @@ class Watchdog {
 
   // Of the step in flight, if there is one.
   std::optional<Clock::TimePoint> deadline(Pipeline pipeline) const;
-
-  Clock::Duration timeout() const { return timeout_; }
 
  private:
   struct Entry {
