@@ -95,7 +95,12 @@ def lookup_start(
     table, pin = _ffi(
         call,
         ctx,
-        [operands.token_ids(call, token_ids, ctx), table, operands.gate(call, gate)],
+        [
+            operands.token_ids(call, token_ids, ctx),
+            table,
+            operands.rank(ctx),
+            operands.gate(call, gate),
+        ],
         [_like(table), jax.ShapeDtypeStruct((1,), jnp.float32)],
         aliases={1: 0},
     )
@@ -199,6 +204,7 @@ def rowwise_adagrad_update_start(
     rest = [
         operands.pending(call, pending),
         operands.learning_rate(call, learning_rate),
+        operands.rank(ctx),
         operands.gate(call, gate),
     ]
     outputs = _ffi(
@@ -283,6 +289,7 @@ def rowwise_adagrad_lazy_update_start(
         operands.step(call, step),
         operands.pending(call, pending),
         operands.learning_rate(call, learning_rate),
+        operands.rank(ctx),
         operands.gate(call, gate),
     ]
     outputs = _ffi(

@@ -26,6 +26,7 @@ class AsyncEmbContext:
         any_world_size: bool = False,
         min_ctas: int = 1,
         max_ctas: int = 4,
+        transport: str = "auto",
         timeout_secs: int | None = None,
         platform: str = "cpu",
         device_key: int = 0,
@@ -34,8 +35,11 @@ class AsyncEmbContext:
     def reset(self, rank: int, world_size: int) -> list[bytes]:
         """Takes a rank; returns one payload for each rank, empty but on rank 0."""
 
-    def handshake(self, payloads: list[bytes]) -> None:
-        """Waits for all ranks; payloads[i] is what rank i made for this rank."""
+    def handshake(self, payloads: list[bytes], timeout_secs: int | None = None) -> None:
+        """Waits for all ranks; payloads[i] is what rank i made for this rank.
+
+        timeout_secs: how long; None for the time-out of a step.
+        """
 
     def close(self) -> None:
         """Ends a lookup that is armed and lets the context go."""

@@ -367,6 +367,7 @@ def _make_context(api: Any, ctx: AsyncEmbContextHandle, member: LocalRank) -> An
         any_world_size=options.any_world_size,
         min_ctas=options.min_ctas,
         max_ctas=options.max_ctas,
+        transport=options.transport,
         timeout_secs=options.timeout_secs,
         platform=ctx.platform,
         device_key=member.device_key,
@@ -416,6 +417,7 @@ def _handshake_all(
             pool.submit(
                 context.handshake,
                 comm_utils.payloads_for(payloads, member.group, member.rank, ctx.group_size),
+                timeout_secs=_BRING_UP_TIMEOUT_SECS,
             ): member
             for member, context in contexts.items()
         }

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from xrex.cuda.async_emb import comm_utils
 from xrex.cuda.async_emb.handle import AsyncEmbContextHandle
@@ -264,6 +265,15 @@ def rate(call: str, name: str, value: Any) -> np.float32:
             "0 means no decay"
         )
     return rounded
+
+
+def rank(ctx: AsyncEmbContextHandle) -> jax.Array:
+    """Returns this rank as the program counts it, int32 [].
+
+    A mesh with the same axes but the devices in another order looks the same while a program is
+    traced; each native context compares this with its own rank.
+    """
+    return jnp.asarray(lax.axis_index(ctx.table_axis), jnp.int32)
 
 
 def gate(call: str, x: Any) -> jax.Array:

@@ -438,6 +438,47 @@ def test_steps_after_an_abort_fail_without_an_exception_in_the_program(ctx):
     assert async_emb.stats(ctx)[0].lookup_steps_done >= 1
 
 
+# --- Other meshes -----------------------------------------------------------------------
+
+
+def on_reversed_devices(ctx, in_specs, out_specs):
+    """Makes a per-rank function a program over the devices of the context in reverse order."""
+    mesh = jax.sharding.Mesh(ctx.mesh.devices[::-1], ctx.mesh.axis_names)
+    return lambda body: jax.jit(
+        jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    )
+
+
+@pytest.mark.skipif(jax.device_count() == 1, reason="one device has one order")
+def test_lookup_over_permuted_devices_fails_rather_than_mix_columns(ctx):
+    @on_reversed_devices(ctx, (TOKENS, TABLE), TOKENS)
+    def program(ids, table):
+        table, pin = async_emb.lookup_start(ids, table, np.float32(0), ctx)
+        return async_emb.lookup_done(pin, ctx, table)
+
+    found = program(random_ids(ctx), table_of(ctx))
+    assert np.isnan(np.array(found, np.float32)).all()
+    with pytest.raises(RuntimeError, match=r"shard_map over another mesh than ctx\.mesh"):
+        async_emb.check(ctx)
+
+
+@pytest.mark.skipif(jax.device_count() == 1, reason="one device has one order")
+def test_update_over_permuted_devices_changes_nothing(ctx):
+    @on_reversed_devices(ctx, (TOKENS, TABLE, TOKENS), (SAME, SAME, TABLE))
+    def program(ids, table, grads):
+        started = start_update(ctx, table, grads, ids, np.float32(0))
+        norm, valid, _ = async_emb.rowwise_adagrad_update_done(np.float32(0), ctx, *started)
+        return norm, valid, started[3]
+
+    table = table_of(ctx)
+    norm, valid, found = program(small_ids(ctx), table, random_grads(ctx))
+    assert np.isnan(norm)
+    assert valid == 0
+    np.testing.assert_array_equal(bits(found), bits(table))
+    with pytest.raises(RuntimeError, match=r"shard_map over another mesh than ctx\.mesh"):
+        async_emb.check(ctx)
+
+
 # --- Replica groups ---------------------------------------------------------------------
 
 

@@ -213,8 +213,9 @@ class FakeContext:
             raise MemoryError("no memory for the arena: 1024 bytes needed")
         return [b"%d->%d" % (rank, other) for other in range(world_size)]
 
-    def handshake(self, payloads: list[bytes]) -> None:
+    def handshake(self, payloads: list[bytes], timeout_secs: int) -> None:
         self.payloads = payloads
+        self.handshake_timeout_secs = timeout_secs
         own_error = self.api.handshake_errors.get(self.rank)
         if self.api.handshake_errors and (own_error is None or self.rank in self.api.late_ranks):
             assert self.aborted.wait(20)
@@ -263,9 +264,9 @@ class FakeApi:
         self.registered.clear()
 
 
-def initialize_with(api: FakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
+def initialize_with(api: FakeApi, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     monkeypatch.setattr(native, "load", lambda *_: api)
-    async_emb.initialize(make_handle(name="fake"))
+    async_emb.initialize(make_handle(name="fake", **changes))
 
 
 def test_handshake_of_each_rank_gets_the_payloads_made_for_it(monkeypatch):
@@ -299,6 +300,20 @@ def test_one_failing_rank_takes_all_down(failure, message, monkeypatch):
         initialize_with(api, monkeypatch)
     assert not api.registered
     assert all(context.closed for context in api.made)
+
+
+def test_handshakes_may_take_longer_than_a_step(monkeypatch):
+    api = FakeApi()
+    initialize_with(api, monkeypatch, options=AsyncEmbOptions(timeout_secs=1))
+    assert {context.handshake_timeout_secs for context in api.made} == {1800}
+
+
+@pytest.mark.parametrize("transport", ["nccl", "lsa"])
+def test_transport_between_gpus_is_refused_on_cpu_devices(transport):
+    ctx = make_handle(name="transport", options=AsyncEmbOptions(transport=transport))
+    with pytest.raises(ValueError, match=f"'{transport}', which needs GPUs: .* must be 'auto'"):
+        async_emb.initialize(ctx)
+    assert not async_emb_api.has_contexts(ctx.context_id)
 
 
 def test_name_of_the_handle_reaches_the_native_contexts(monkeypatch):
