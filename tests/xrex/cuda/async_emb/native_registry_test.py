@@ -95,12 +95,13 @@ def test_destroying_forgets_all_devices_of_the_id(registered):
     assert not async_emb_api.has_contexts(77)
 
 
-def test_context_that_python_holds_outlives_its_registration():
+def test_destroyed_context_is_closed_though_python_holds_it():
     context = make_context(context_id=78)
     connect([context])
     async_emb_api.register_context(context)
     async_emb_api.destroy_contexts(78)
-    arm_and_finish(context, 1)
+    message = message_of(RuntimeError, context.check)
+    assert message == "async_emb communicator aborted: context 78 rank 0 is closed"
 
 
 def test_handlers_of_all_targets_are_there():
