@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -52,11 +51,9 @@ class TrainLog:
             self._read_oldest()
 
     def latest(self) -> dict[str, float]:
-        """The newest points: loss and AUC, NaN before the first."""
-        return {
-            "loss": self.loss_curve[-1][1] if self.loss_curve else math.nan,
-            "AUC": self.auc_curve[-1][1] if self.auc_curve else math.nan,
-        }
+        """The newest points, loss and AUC; empty before the first."""
+        curves = {"loss": self.loss_curve, "AUC": self.auc_curve}
+        return {name: curve[-1][1] for name, curve in curves.items() if curve}
 
     def write(self, record: Mapping[str, float | int | str]) -> None:
         """Writes a record to the metrics file."""
