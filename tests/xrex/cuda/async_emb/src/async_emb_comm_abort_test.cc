@@ -3,11 +3,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cstdint>
+#include <future>
 #include <memory>
 #include <optional>
+#include <sstream>
 #include <string>
-#include <string_view>
+#include <tuple>
 #include <vector>
 
 #include "phoenix/xrex/cuda/async_emb/src/async_emb_comm.hpp"
@@ -37,8 +40,7 @@ class AbortTest : public testing::Test {
 
   // Every host call of every rank says why.
   void ExpectAllFailed(const std::string& reason) {
-    const auto failed =
-        Failed(kAborted, "async_emb communicator aborted: " + reason);
+    const auto failed = Aborted(reason);
     for (std::int32_t rank = 0; rank < group().size(); ++rank) {
       AsyncEmbContext& own = context(rank);
       EXPECT_THAT(own.error(), Optional(reason));
@@ -90,6 +92,19 @@ TEST_F(AbortTest, StartsPassTheirBuffersThroughAndDonesGiveNan) {
   }
 }
 
+TEST_F(AbortTest, AStepThatFailedIsArmedButNeverDone) {
+  MakeGroup(2);
+  LookupStart lookup = arrays(0).lookup();
+  EXPECT_EQ(context(0).StartLookup(StreamRef{}, lookup), 1);
+  context(1).Abort("enough");
+  group().FinishLookup(0);
+  EXPECT_EQ(context(0).StartLookup(StreamRef{}, lookup), 0);
+  const ContextStats stats = context(0).stats();
+  EXPECT_THAT(stats.steps_armed, ElementsAre(1, 0));
+  EXPECT_THAT(stats.steps_done, ElementsAre(0, 0));
+  EXPECT_EQ(stats.bytes_sent, 0);
+}
+
 TEST_F(AbortTest, NoPipelineRuleIsRaisedOnAFailedContext) {
   MakeGroup(1);
   context(0).Abort("enough");
@@ -103,8 +118,7 @@ TEST_F(AbortTest, NoPipelineRuleIsRaisedOnAFailedContext) {
 TEST_F(AbortTest, AContextThatIsNotReadyCanBeAborted) {
   ContextGroup group(backend_, clock_, SmallSpec(1));
   group[0].Abort("enough");
-  const auto failed =
-      Failed(kAborted, "async_emb communicator aborted: enough");
+  const auto failed = Aborted("enough");
   EXPECT_THAT(Attempt([&] { group[0].Reset(0, 1); }), failed);
   EXPECT_THAT(Attempt([&] { group[0].Handshake({"payload"}); }), failed);
   group.FinishLookup(0);
@@ -119,8 +133,7 @@ TEST_F(AbortTest, EndsAHandshakeThatWaits) {
   auto handshake = AttemptAsync([&] { group[0].Handshake({payload, ""}); });
   clock_.AwaitReads(2);
   group[0].Abort("enough");
-  EXPECT_THAT(handshake.get(),
-              Failed(kAborted, "async_emb communicator aborted: enough"));
+  EXPECT_THAT(handshake.get(), Aborted("enough"));
   EXPECT_FALSE(group[0].ready());
 }
 
@@ -133,8 +146,7 @@ TEST_F(AbortTest, EndsTheHandshakeOfThePeers) {
   clock_.AwaitReads(2);
   auto second = AttemptAsync([&] { group[1].Handshake(payloads); });
   group[0].Abort("enough");
-  const auto failed =
-      Failed(kAborted, "async_emb communicator aborted: enough");
+  const auto failed = Aborted("enough");
   EXPECT_THAT(first.get(), failed);
   EXPECT_THAT(second.get(), failed);
   EXPECT_THAT(Attempt([&] { group[1].Check(); }), failed);
@@ -160,8 +172,7 @@ TEST_F(AbortTest, EndsHostWaitsWithTheAbortedText) {
   auto snapshot = AttemptAsync([&] { context(0).Snapshot("lookup_send"); });
   clock_.AwaitReads(6);
   context(1).Abort("enough");
-  const auto failed =
-      Failed(kAborted, "async_emb communicator aborted: enough");
+  const auto failed = Aborted("enough");
   EXPECT_THAT(ready.get(), failed);
   EXPECT_THAT(drain.get(), failed);
   EXPECT_THAT(snapshot.get(), failed);
@@ -174,7 +185,7 @@ TEST_F(AbortTest, AwaitQuietReturnsWhenNothingIsTouchedAnyMore) {
   group().StartLookups();
   gate.AwaitArrival();
   context(0).Abort("enough");
-  auto quiet = AttemptAsync([&] { return context(0).AwaitQuiet(); });
+  auto quiet = AttemptAsync([&] { return context(0).AwaitQuiet(Forever()); });
   gate.Open();
   EXPECT_THAT(quiet.get(), Gave(1));
   group().FinishLookups();
@@ -193,7 +204,7 @@ TEST_F(AbortTest, AwaitQuietWaitsForAStartThatIsBeingEnqueued) {
   backend_.At({.rank = 0, .where = Place::kAfter, .exchange = 1},
               [&] { EXPECT_FALSE(is_quiet); });
   auto quiet = AttemptAsync([&] {
-    is_quiet = context(0).AwaitQuiet();
+    is_quiet = context(0).AwaitQuiet(Forever());
     return is_quiet.load();
   });
   gate.Open();
@@ -315,6 +326,24 @@ TEST_F(AbortTest, AMovedTableFailsAllRanksAndNothingIsWritten) {
             "table, use the table that each call returns, and let nothing else "
             "read it between a start and its done";
   ExpectAllFailed(reason.str());
+}
+
+TEST_F(AbortTest, AProgramThatTakesItselfForAnotherRankFailsAllRanks) {
+  MakeGroup(2);
+  const std::int32_t program_rank = 1;
+  for (const std::int32_t rank : {0, 1}) {
+    UpdateStart update = arrays(rank).update();
+    update.program_rank = &program_rank;  // right on rank 1 only
+    context(rank).StartUpdate(StreamRef{}, update);
+  }
+  group().FinishUpdates();
+  for (const std::int32_t rank : {0, 1}) {
+    EXPECT_TRUE(group().UpdateFailed(rank));
+    EXPECT_TRUE(group().Untouched(rank));
+  }
+  ExpectAllFailed(
+      "the program on rank 0's device takes itself for another rank: it runs "
+      "in a shard_map over another mesh than ctx.mesh; use ctx.mesh");
 }
 
 TEST_F(AbortTest, RanksThatRunDifferentStepsFailTogether) {

@@ -1,12 +1,11 @@
-// Reset, handshake, destruction, and ranks that leave.
+// Independent groups, closing and destruction, and ranks that leave.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <cstdint>
-#include <memory>
+#include <optional>
 #include <string>
-#include <vector>
+#include <utility>
 
 #include "phoenix/xrex/cuda/async_emb/src/async_emb_comm.hpp"
 #include "tests/xrex/cuda/async_emb/src/context_group.hpp"
@@ -14,16 +13,6 @@
 
 namespace xrex::async_emb {
 namespace {
-
-using std::chrono::seconds;
-using testing::Each;
-using testing::HasSubstr;
-using testing::IsEmpty;
-using testing::Not;
-
-constexpr ErrorCode kInvalid = ErrorCode::kInvalidArgument;
-constexpr ErrorCode kPrecondition = ErrorCode::kFailedPrecondition;
-constexpr ErrorCode kAborted = ErrorCode::kAborted;
 
 class LifecycleTest : public testing::Test {
  protected:
@@ -35,184 +24,6 @@ class LifecycleTest : public testing::Test {
   FakeClock clock_;
   HookedBackend backend_;
 };
-
-Outcome Aborted(const std::string& reason) {
-  return {.value = 0,
-          .error_code = kAborted,
-          .message = "async_emb communicator aborted: " + reason};
-}
-
-MATCHER_P(SameAs, expected, "is the same outcome") {
-  return arg.error_code == expected.error_code &&
-         arg.message == expected.message;
-}
-
-// --- reset and handshake ---
-
-TEST_F(LifecycleTest, RejectsABadSpecWhenMade) {
-  PipelineSpec spec = SmallSpec(2);
-  spec.emb_width = 5;
-  EXPECT_THAT(Attempt([&] { ContextGroup group(backend_, clock_, spec); }),
-              FailedWith(kInvalid, HasSubstr("emb_width is 5")));
-}
-
-TEST_F(LifecycleTest, ResetGivesPayloadsOnRankZeroOnly) {
-  ContextGroup group = MakeGroup(4);
-  EXPECT_THAT(group[0].Reset(0, 4),
-              testing::AllOf(testing::SizeIs(4), Each(Not(IsEmpty()))));
-  EXPECT_THAT(group[1].Reset(1, 4),
-              testing::AllOf(testing::SizeIs(4), Each(IsEmpty())));
-  EXPECT_EQ(group[1].rank(), 1);
-  EXPECT_FALSE(group[1].ready());
-}
-
-TEST_F(LifecycleTest, ARejectedResetChangesNothing) {
-  ContextGroup group = MakeGroup(2);
-  group.BringUp();
-  EXPECT_THAT(
-      Attempt([&] { group[0].Reset(2, 2); }),
-      Failed(kInvalid, "async_emb received an invalid rank or world size"));
-  EXPECT_THAT(Attempt([&] { group[0].Reset(0, 4); }),
-              Failed(kInvalid, "async_emb world size changed from 2 to 4"));
-  EXPECT_TRUE(group[0].ready());
-  group.StartLookups();
-  group.FinishLookups();
-  EXPECT_TRUE(group.LookupIsRight(0));
-}
-
-TEST_F(LifecycleTest, ResetRefusesAWorldSizeThatIsNoPowerOfTwo) {
-  PipelineSpec spec = SmallSpec(3);
-  spec.any_world_size = false;
-  ContextGroup group(backend_, clock_, spec);
-  EXPECT_THAT(Attempt([&] { group[0].Reset(0, 3); }),
-              Failed(kInvalid, "async_emb currently requires power-of-two EP"));
-}
-
-TEST_F(LifecycleTest, ResetRefusesWhileAStepIsInFlight) {
-  ContextGroup group = MakeGroup(1);
-  group.BringUp();
-  group.StartLookups();
-  EXPECT_THAT(Attempt([&] { group[0].Reset(0, 1); }),
-              Failed(kPrecondition,
-                     "async_emb: reset came while lookup step 1 is in flight: "
-                     "call its done first, or abort"));
-  group.FinishLookups();
-  EXPECT_THAT(Attempt([&] { group[0].Reset(0, 1); }), Succeeded());
-}
-
-TEST_F(LifecycleTest, HandshakeRefusesPayloadsThatAreMissing) {
-  ContextGroup group = MakeGroup(2);
-  const std::string payload = group[0].Reset(0, 2)[0];
-  const auto refused = [](int count) {
-    return Failed(kInvalid,
-                  "async_emb: handshake needs one payload from each of 2 "
-                  "ranks, rank 0's not empty; got " +
-                      std::to_string(count) +
-                      ": pass, for each rank, what its reset returned for this "
-                      "rank");
-  };
-  EXPECT_THAT(Attempt([&] { group[0].Handshake({payload}); }), refused(1));
-  EXPECT_THAT(Attempt([&] { group[0].Handshake({}); }), refused(0));
-  EXPECT_THAT(Attempt([&] { group[0].Handshake({"", ""}); }), refused(2));
-  EXPECT_EQ(group[0].error(), std::nullopt);
-}
-
-TEST_F(LifecycleTest, HandshakeRefusesBeforeReset) {
-  ContextGroup group = MakeGroup(1);
-  EXPECT_THAT(Attempt([&] { group[0].Handshake({"payload"}); }),
-              Failed(kPrecondition,
-                     "async_emb: handshake came before reset: call reset(rank, "
-                     "world_size) first"));
-}
-
-TEST_F(LifecycleTest, HandshakeRefusesWhenReady) {
-  ContextGroup group = MakeGroup(1);
-  group.BringUp();
-  EXPECT_THAT(Attempt([&] { group[0].Handshake({"payload"}); }),
-              Failed(kPrecondition,
-                     "async_emb: handshake came twice: call reset(rank, "
-                     "world_size) before another handshake"));
-  EXPECT_TRUE(group[0].ready());
-}
-
-TEST_F(LifecycleTest, AnUnknownPayloadFailsTheContextForGood) {
-  ContextGroup group = MakeGroup(1);
-  group[0].Reset(0, 1);
-  const Outcome refused = Attempt([&] { group[0].Handshake({"stale"}); });
-  EXPECT_THAT(refused, FailedWith(kInvalid, HasSubstr("payload 0 ('stale')")));
-  EXPECT_THAT(Attempt([&] { group[0].Reset(0, 1); }),
-              SameAs(Aborted("the handshake failed: " + refused.message)));
-}
-
-TEST_F(LifecycleTest, HandshakeTimesOutAndNamesWhoIsMissing) {
-  ContextGroup group = MakeGroup(2);
-  const std::string payload = group[0].Reset(0, 2)[0];
-  auto handshake = AttemptAsync([&] { group[0].Handshake({payload, ""}); });
-  clock_.AwaitReads(2);
-  clock_.Advance(seconds(10));
-  EXPECT_THAT(handshake.get(),
-              Failed(ErrorCode::kTimeout,
-                     "async_emb: handshake timed out: rank 1 has not arrived"));
-  EXPECT_THAT(Attempt([&] { group[0].Check(); }),
-              SameAs(Aborted("handshake timed out: rank 1 has not arrived")));
-}
-
-TEST_F(LifecycleTest, TwoContextsOfOneRankFailTheHandshakeOfTheGroup) {
-  ContextGroup group = MakeGroup(2);
-  const std::string payload = group[0].Reset(0, 2)[0];
-  group[1].Reset(0, 2);
-  auto handshake = AttemptAsync([&] { group[0].Handshake({payload, ""}); });
-  clock_.AwaitReads(2);
-  const std::string text =
-      "async_emb: rank 0 is already connected: give each context a rank of its "
-      "own";
-  EXPECT_THAT(Attempt([&] { group[1].Handshake({payload, ""}); }),
-              Failed(kInvalid, text));
-  EXPECT_THAT(handshake.get(),
-              SameAs(Aborted("the handshake failed: " + text)));
-}
-
-TEST_F(LifecycleTest, ResetRefusesWhileTheHandshakeWaits) {
-  ContextGroup group = MakeGroup(2);
-  const std::string payload = group[0].Reset(0, 2)[0];
-  auto handshake = AttemptAsync([&] { group[0].Handshake({payload, ""}); });
-  clock_.AwaitReads(2);
-  EXPECT_THAT(Attempt([&] { group[0].Reset(0, 2); }),
-              Failed(kPrecondition,
-                     "async_emb: reset came while a handshake waits for its "
-                     "peers: let it end first, or abort"));
-  group[1].Reset(1, 2);
-  group[1].Handshake({payload, ""});
-  EXPECT_THAT(handshake.get(), Succeeded());
-}
-
-TEST_F(LifecycleTest, AWholeGroupCanBeResetAndBroughtUpAgain) {
-  ContextGroup group = MakeGroup(4);
-  for (int round = 1; round <= 3; ++round) {
-    group.BringUp();
-    group.StartLookups();
-    group.FinishLookups();
-    group.StartUpdates();
-    group.FinishUpdates();
-    for (std::int32_t rank = 0; rank < 4; ++rank) {
-      EXPECT_EQ(group.arrays(rank).valid, 1);
-      EXPECT_EQ(group[rank].error(), std::nullopt);
-      EXPECT_EQ(group[rank].stats().steps_done[0], round) << "counters go on";
-    }
-  }
-}
-
-TEST_F(LifecycleTest, ResetForgetsTheTable) {
-  ContextGroup group = MakeGroup(1);
-  group.BringUp();
-  group.StartLookups();
-  group.FinishLookups();
-  group.BringUp();
-  group.arrays(0).table = std::vector<Bf16Bits>(group.arrays(0).table);
-  group.StartLookups();
-  group.FinishLookups();
-  EXPECT_EQ(group[0].stats().table_moved, 0);
-}
 
 // --- several groups ---
 
@@ -253,8 +64,8 @@ TEST_F(LifecycleTest, ADestroyedStepInFlightWakesThePeersAndReturns) {
   group.BringUp();
   group.StartUpdate(0);  // its peer never comes
   group.Destroy(0);
-  const auto expected = SameAs(
-      Aborted("context 'table' 7 rank 0 was destroyed with a step in flight"));
+  const auto expected =
+      Aborted("context 'table' 7 rank 0 was destroyed with a step in flight");
   EXPECT_THAT(Attempt([&] { group[1].Check(); }), expected);
   group.StartUpdate(1);
   group.FinishUpdate(1);
@@ -275,6 +86,37 @@ TEST_F(LifecycleTest, DestructionEndsAPeersDoneThatWaits) {
   EXPECT_TRUE(group.LookupIsNan(1));
   gate.Open();
   EXPECT_THAT(destroyed.get(), Succeeded());
+}
+
+TEST_F(LifecycleTest, AClosedContextRefusesHostCallsAndPassesStepsThrough) {
+  ContextGroup group = MakeGroup(1);
+  group.BringUp();
+  group[0].Close(Forever());
+  group[0].Close(Forever());
+  const auto closed = Aborted("context 7 rank 0 is closed");
+  EXPECT_THAT(Attempt([&] { group[0].Drain(); }), closed);
+  EXPECT_THAT(Attempt([&] { group[0].Reset(0, 1); }), closed);
+  group.StartUpdates();
+  group.FinishUpdates();
+  EXPECT_TRUE(group.UpdateFailed(0));
+  EXPECT_TRUE(group.Untouched(0));
+}
+
+// The start has enqueued an exchange that waits for a peer, but no event of it
+// yet.
+TEST_F(LifecycleTest, CloseEndsAStartThatIsBeingEnqueued) {
+  ContextGroup group = MakeGroup(2);
+  group.BringUp();
+  Gate& gate =
+      backend_.HoldAt({.rank = 0, .where = Place::kEnqueue, .exchange = 1});
+  auto start = AttemptAsync([&] { group.StartLookup(0); });
+  gate.AwaitArrival();
+  auto close = AttemptAsync([&] { group[0].Close(Forever()); });
+  gate.Open();
+  EXPECT_THAT(start.get(), Succeeded());
+  EXPECT_THAT(close.get(), Succeeded());
+  group.FinishLookup(0);
+  EXPECT_TRUE(group.LookupIsNan(0));
 }
 
 TEST_F(LifecycleTest, ARankThatLeavesIdleDisturbsNobody) {
@@ -307,7 +149,7 @@ TEST_F(LifecycleTest, APeerThatNeedsARankThatLeftFailsAndSaysWhy) {
   group.FinishLookup(0);
   EXPECT_TRUE(group.LookupIsNan(0));
   EXPECT_THAT(Attempt([&] { group[0].Check(); }),
-              SameAs(Aborted("rank 1 has closed its context")));
+              Aborted("rank 1 has closed its context"));
 }
 
 TEST_F(LifecycleTest, AResetRankCountsAsOneThatLeft) {
@@ -318,7 +160,7 @@ TEST_F(LifecycleTest, AResetRankCountsAsOneThatLeft) {
   group.FinishLookup(0);
   EXPECT_TRUE(group.LookupIsNan(0));
   EXPECT_THAT(Attempt([&] { group[0].Check(); }),
-              SameAs(Aborted("rank 1 has closed its context")));
+              Aborted("rank 1 has closed its context"));
   EXPECT_EQ(group[1].error(), std::nullopt);
 }
 

@@ -4,10 +4,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <future>
 #include <memory>
 #include <string>
@@ -20,22 +19,12 @@
 namespace xrex::async_emb {
 namespace {
 
-using std::chrono::seconds;
 using testing::Each;
 using testing::ElementsAre;
 
 constexpr ErrorCode kPrecondition = ErrorCode::kFailedPrecondition;
-constexpr auto kLookup = static_cast<std::size_t>(Pipeline::kLookup);
-constexpr auto kUpdate = static_cast<std::size_t>(Pipeline::kUpdate);
 
 std::size_t Count(std::int64_t n) { return static_cast<std::size_t>(n); }
-
-template <typename T>
-std::vector<T> As(const std::string& bytes) {
-  std::vector<T> values(bytes.size() / sizeof(T));
-  std::memcpy(values.data(), bytes.data(), bytes.size());
-  return values;
-}
 
 class ContextTest : public testing::Test {
  protected:
@@ -146,8 +135,6 @@ TEST_P(ContextValues, ALookupBehindAnUpdateSeesItsRows) {
   MakeGroup(GetParam());
   group().StartUpdates();
   group().FinishUpdates();
-  const Expected expected(SmallSpec(GetParam()), group());
-  std::vector<std::vector<Bf16Bits>> whole;
   group().StartLookups();
   group().FinishLookups();
   for (std::int32_t rank = 0; rank < GetParam(); ++rank) {

@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <future>
 #include <memory>
 #include <optional>
 #include <string>
@@ -51,11 +52,6 @@ auto TimedOut(const std::string& label, int step) {
   return Failed(ErrorCode::kTimeout, "async_emb: " + label +
                                          " timed out waiting for step " +
                                          std::to_string(step));
-}
-
-auto Aborted(const std::string& reason) {
-  return Failed(ErrorCode::kAborted,
-                "async_emb communicator aborted: " + reason);
 }
 
 // --- host waits ---
@@ -150,7 +146,7 @@ TEST_F(TimeoutTest, AWaitThatTheWatchdogsTimeOutWokeSaysThatItTimedOut) {
   clock_.OnNextRead([&] {
     clock_.Advance(kTimeout);
     context(0).PollWatchdog();
-    context(0).AwaitQuiet();
+    context(0).AwaitQuiet(Forever());
   });
   EXPECT_THAT(WaitStepReadyAsync(0).get(), TimedOut("readiness", 1));
 }
@@ -179,7 +175,7 @@ TEST_F(TimeoutTest, AStepThatCompletesInTimeIsNotLateForAWait) {
   group().StartLookups();
   clock_.OnNextRead([&] {
     gate.Open();
-    context(0).AwaitQuiet();
+    context(0).AwaitQuiet(Forever());
     clock_.Advance(2 * kTimeout);
   });
   EXPECT_THAT(WaitStepReadyAsync(0).get(), Gave(1));
@@ -283,7 +279,7 @@ TEST_F(TimeoutTest, AStepThatCompletesInTimeIsNotLateForTheWatchdog) {
   group().StartLookups();
   clock_.OnNextRead([&] {
     gate.Open();
-    context(0).AwaitQuiet();
+    context(0).AwaitQuiet(Forever());
     clock_.Advance(kTimeout);
   });
   context(0).PollWatchdog();

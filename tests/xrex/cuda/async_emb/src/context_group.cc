@@ -5,8 +5,16 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
 #include <future>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
 #include <utility>
+#include <vector>
 
 #include "phoenix/xrex/cuda/async_emb/src/bfloat16.hpp"
 #include "phoenix/xrex/cuda/async_emb/src/host_device.hpp"
@@ -77,7 +85,7 @@ class HookedCommunicator final : public Communicator {
   HookedBackend& backend_;
   const std::int32_t rank_;
   const std::unique_ptr<Communicator> inner_;
-  std::int64_t num_exchanges_ = 0;  // used by one start at a time
+  std::int64_t num_exchanges_ = -3;  // used by one start at a time
 };
 
 }  // namespace

@@ -2,6 +2,7 @@
 // where a test may hold a rank or act in the middle of its work.
 #pragma once
 
+#include <chrono>
 #include <compare>
 #include <cstddef>
 #include <cstdint>
@@ -21,9 +22,10 @@
 
 namespace xrex::async_emb {
 
-// A place in the work of one rank. Exchanges are counted from 0 in the order in
-// which the rank's communicator runs them: a lookup has two (all-gather,
-// all-to-all), an update has three (all-gather, all-to-all, all-reduce).
+// A place in the work of one rank. Exchanges are counted in the order in which
+// the rank's communicator runs them, from -3 for the three of the handshake; so
+// the first step begins with 0. A lookup has two (all-gather, all-to-all), an
+// update has three (all-gather, all-to-all, all-reduce).
 struct Place {
   enum Where : std::uint8_t {
     kEnqueue,  // on the thread that arms the step
@@ -46,6 +48,9 @@ class HookedBackend final : public Backend {
   }
   std::unique_ptr<Device> NewDevice(std::int64_t device_key) override {
     return inner_.NewDevice(device_key);
+  }
+  std::string_view ResolveTransport(Transport wanted) const override {
+    return inner_.ResolveTransport(wanted);
   }
   std::vector<std::string> MakePayloads(std::int32_t world_size) override {
     return inner_.MakePayloads(world_size);
@@ -92,6 +97,11 @@ class HookedBackend final : public Backend {
 };
 
 inline constexpr std::int64_t kVocabRows = 7;
+
+// Longer than any test runs: a wait of this length that ends was ended.
+inline std::chrono::steady_clock::time_point Forever() {
+  return std::chrono::steady_clock::now() + std::chrono::hours(1);
+}
 
 // T = 3, w = 2, U = 5; any number of ranks.
 PipelineSpec SmallSpec(std::int32_t world_size);

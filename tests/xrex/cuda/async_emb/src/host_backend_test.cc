@@ -4,11 +4,11 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <future>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "tests/xrex/cuda/async_emb/src/testing_util.hpp"
 
@@ -57,6 +57,19 @@ class HostBackendTest : public testing::Test {
 TEST_F(HostBackendTest, IsTheCpuWithATimeOutBelowXlasOwn) {
   EXPECT_EQ(backend_.platform(), "cpu");
   EXPECT_EQ(backend_.default_timeout(), seconds(30));
+}
+
+TEST_F(HostBackendTest, HasOneTransport) {
+  EXPECT_EQ(backend_.ResolveTransport(Transport::kAuto), "shared memory");
+  const auto refused = [](const std::string& name) {
+    return Failed(ErrorCode::kInvalidArgument,
+                  "async_emb: transport is '" + name +
+                      "', which needs GPUs: on CPU devices it must be 'auto'");
+  };
+  EXPECT_THAT(Attempt([&] { backend_.ResolveTransport(Transport::kNccl); }),
+              refused("nccl"));
+  EXPECT_THAT(Attempt([&] { backend_.ResolveTransport(Transport::kLsa); }),
+              refused("lsa"));
 }
 
 TEST_F(HostBackendTest, MakesOnePayloadForEachRank) {

@@ -6,11 +6,13 @@
 #include <bit>
 #include <chrono>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <memory>
 #include <numeric>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "phoenix/xrex/cuda/async_emb/src/arena_layout.hpp"
@@ -184,6 +186,17 @@ TEST(HostDeviceTest, SaysHowMuchMemoryCouldNotBeHad) {
              "num_unique smaller"));
 }
 
+TEST(HostDeviceTest, FailsTheStepOfAProgramThatTakesItselfForAnotherRank) {
+  HostDevice device;
+  StepGuard guard;
+  std::int32_t came = 3;
+  device.CheckRank(StreamRef{}, guard, &came, 3);
+  EXPECT_FALSE(guard.failed());
+  came = 0;
+  device.CheckRank(StreamRef{}, guard, &came, 3);
+  EXPECT_TRUE(guard.failed());
+}
+
 // One operation of a failed step: writes nothing, or NaN into the caller's own.
 class HostDeviceFailedStepTest : public testing::Test {
  protected:
@@ -252,8 +265,8 @@ TEST_F(HostDeviceFailedStepTest, AppliesNothing) {
   EXPECT_EQ(table, 0x3F80);
   EXPECT_EQ(row_state, 2.0F);
   EXPECT_EQ(result.valid, -1);
-  guard_.Reset();
-  device_.ApplyAdagrad(StreamRef{}, guard_, args);
+  const StepGuard good;
+  device_.ApplyAdagrad(StreamRef{}, good, args);
   EXPECT_NE(table, 0x3F80);
   EXPECT_EQ(result.valid, 1);
 }

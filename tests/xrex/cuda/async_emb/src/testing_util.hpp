@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
@@ -158,6 +159,12 @@ MATCHER_P2(Failed, code, text,
 MATCHER_P2(FailedWith, code, matcher, "is an error of that code and message") {
   return arg.error_code == code &&
          testing::ExplainMatchResult(matcher, arg.message, result_listener);
+}
+
+// What every call on an aborted context says.
+inline auto Aborted(const std::string& reason) {
+  return Failed(ErrorCode::kAborted,
+                "async_emb communicator aborted: " + reason);
 }
 
 MATCHER(Succeeded, "has no error") { return !arg.error_code.has_value(); }

@@ -168,6 +168,16 @@ TEST_F(WatchdogTest, DoesNotTakeAnExpiryBack) {
   EXPECT_THAT(Poll(), IsEmpty());
 }
 
+TEST_F(WatchdogTest, TakesNoWarningBackForAStepThatFailed) {
+  watchdog_.OnArmed(kLookup, 8);
+  clock_.Advance(kTimeout / 2);
+  Poll();
+  watchdog_.OnFailed(kLookup);
+  clock_.Advance(kTimeout);
+  EXPECT_THAT(Poll(), IsEmpty());
+  EXPECT_EQ(watchdog_.deadline(kLookup), std::nullopt);
+}
+
 TEST_F(WatchdogTest, CountsEachPipelineFromItsOwnArming) {
   watchdog_.OnArmed(kLookup, 5);
   clock_.Advance(kTimeout / 2);
