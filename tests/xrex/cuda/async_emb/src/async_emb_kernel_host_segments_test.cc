@@ -16,6 +16,8 @@
 namespace xrex::async_emb::host_kernels {
 namespace {
 
+constexpr std::int32_t kNoSegment = -1;  // left out on purpose
+
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
 // One call of SumSegments with exactly the scratch that it asks for.
