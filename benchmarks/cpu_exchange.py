@@ -6,6 +6,7 @@ how well it hides. Units: milliseconds a call, N tokens in the global batch, V r
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,10 +42,12 @@ class Exchange:
         self._row_state = row_state
 
     def lookup(self, ids: Any) -> Any:
+        """Looks ids int32 [N] up: embeddings bf16 [N, W]."""
         embeddings, self._table = self._lookup(ids, self._table)
         return embeddings
 
     def update(self, grads: Any, segment_ids: Any, unique_tokens: Any) -> Any:
+        """Updates the table with grads bf16 [N, W]: the norm, float32 []."""
         self._table, self._row_state, norm = self._update(
             grads, segment_ids, unique_tokens, self._table, self._row_state
         )
@@ -122,7 +125,7 @@ def _run(kind: str, ids: Any, ctx: Any, forms: dict[str, Exchange]) -> dict[str,
 
     def time_call(call: Callable[[Exchange], Any]) -> dict[str, float]:
         return measure.time_in_turn(
-            {name: lambda form=form: call(form) for name, form in forms.items()},
+            {name: functools.partial(call, form) for name, form in forms.items()},
             repetitions=_REPETITIONS.value,
         )
 
@@ -141,6 +144,7 @@ def _run(kind: str, ids: Any, ctx: Any, forms: dict[str, Exchange]) -> dict[str,
 
 
 def main(argv: Sequence[str]) -> None:
+    """Prints the machine, the sizes, and a record for each kind of ids."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {argv[1:]}")
     mesh = cpu_devices.cpu_mesh(_DEVICES.value)
@@ -161,10 +165,9 @@ def main(argv: Sequence[str]) -> None:
         table = jax.device_put(
             values.astype(ml_dtypes.bfloat16), NamedSharding(mesh, ctx.table_spec)
         )
-        row_state = jax.device_put(
-            np.full(_ROWS.value, 0.1, np.float32), NamedSharding(mesh, P())
-        )
-        return Exchange(*form(ctx, _jit_on(ctx)), table, row_state)
+        row_state = jax.device_put(np.full(_ROWS.value, 0.1, np.float32), NamedSharding(mesh, P()))
+        lookup, update = form(ctx, _jit_on(ctx))
+        return Exchange(lookup, update, table, row_state)
 
     forms = {"native": make(_native), "plain_jax": make(_plain)}
     measure.print_json(measure.describe_machine())

@@ -65,6 +65,7 @@ class Run:
         return self._state.dense_params, metrics.loss
 
     def close(self) -> None:
+        """Ends what is in flight."""
         self._step.close()
 
 
@@ -107,6 +108,7 @@ def _setup(name: str, mesh: jax.sharding.Mesh) -> TrainSetup:
 
 
 def main(argv: Sequence[str]) -> None:
+    """Prints the machine, the sizes, and one record."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {argv[1:]}")
     mesh = cpu_devices.cpu_mesh(_DEVICES.value)
