@@ -18,32 +18,34 @@ package(default_visibility = ["//visibility:public"])
 # Hypothesis and other tools tell by this name what is not the project's own code.
 _SITE = "site-packages"
 
+# The lock file and the interpreter, which together determine what is installed.
+_FINGERPRINT = "fingerprint.txt"
+
 _BUILD_BINARIES = """
 exports_files({files})
 """
 
-# Tests that wheels bring along are left out, and names that Bazel does not allow.
+# Whole folders and not the thousands of files in them, which would be linked one by one
+# for each test. Bazel does not look into a folder for changes: that what is installed is
+# another, it sees by the fingerprint.
 _BUILD_PACKAGE = """
 py_library(
     name = "{name}",
-    srcs = glob({sources}, exclude = {excluded}, allow_empty = True),
-    data = glob({files}, exclude = ["**/*.py"] + {excluded}, allow_empty = True),
+    srcs = {sources},
+    data = {data},
     imports = ["{site}"],
     deps = {deps},
 )
 """
-_EXCLUDED = ["**/tests/**", "**/* *"]
 
 def _package_build(name, package):
-    modules, folders = package["modules"], package["folders"]
+    modules = package["modules"]
+    folders_and_libraries = package["folders"] + [m for m in modules if not m.endswith(".py")]
     return _BUILD_PACKAGE.format(
         name = name,
+        sources = ["%s/%s" % (_SITE, m) for m in modules if m.endswith(".py")],
+        data = [_FINGERPRINT] + ["%s/%s" % (_SITE, entry) for entry in folders_and_libraries],
         site = _SITE,
-        sources = ["%s/%s/**/*.py" % (_SITE, f) for f in folders] +
-                  ["%s/%s" % (_SITE, m) for m in modules if m.endswith(".py")],
-        files = ["%s/%s/**" % (_SITE, f) for f in folders] +
-                ["%s/%s" % (_SITE, m) for m in modules],
-        excluded = _EXCLUDED,
         deps = [":" + dep for dep in package["deps"]],
     )
 
@@ -68,6 +70,7 @@ def _pip_env_impl(rctx):
     if run.return_code != 0:
         fail("cannot describe the packages of %s:\n%s" % (rctx.attr.requirements, run.stderr))
     packages = json.decode(run.stdout)
+    rctx.file(_FINGERPRINT, executable + "\n" + rctx.read(rctx.attr.requirements))
     build = _BUILD_HEAD
     if rctx.attr.binaries:
         build += _BUILD_BINARIES.format(files = [_SITE + "/" + b for b in rctx.attr.binaries])
