@@ -18,11 +18,12 @@
 #include "phoenix/xrex/cuda/async_emb/src/arena_layout.hpp"
 #include "tests/xrex/cuda/async_emb/src/testing_util.hpp"
 
-// An arena that is too large is refused by us, not by the sanitizer.
-extern "C" const char* __asan_default_options() {
+// An arena that is too large is refused by us, not by the sanitizer, which
+// finds these only where they are visible.
+extern "C" [[gnu::visibility("default")]] const char* __asan_default_options() {
   return "allocator_may_return_null=1";
 }
-extern "C" const char* __tsan_default_options() {
+extern "C" [[gnu::visibility("default")]] const char* __tsan_default_options() {
   return "allocator_may_return_null=1";
 }
 
