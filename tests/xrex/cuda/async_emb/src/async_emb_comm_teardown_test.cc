@@ -123,5 +123,21 @@ TEST(TeardownTest, WorkThatDoesNotEndKeepsWhatItTouches) {
   EXPECT_TRUE(group->Untouched(0));
 }
 
+TEST(TeardownTest, AContextThatWasClosedInVainIsNotWaitedForAgain) {
+  FakeClock clock;
+  StuckBackend backend;
+  std::unique_ptr<ContextGroup> group;
+  {
+    const LeaksAllowed allowed;
+    group = std::make_unique<ContextGroup>(backend, clock, SmallSpec(1));
+  }
+  group->BringUp();
+  (*group)[0].Close(std::chrono::steady_clock::now() + std::chrono::hours(1));
+  EXPECT_GT(backend.made().stop_timeout(), std::chrono::minutes(30));
+  group->Destroy(0);
+  EXPECT_LE(backend.made().stop_timeout(), std::chrono::seconds(0));
+  ASSERT_TRUE(backend.stream().Stop(std::chrono::seconds(1000)));
+}
+
 }  // namespace
 }  // namespace xrex::async_emb
