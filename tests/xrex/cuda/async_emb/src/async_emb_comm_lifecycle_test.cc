@@ -112,6 +112,7 @@ TEST_F(LifecycleTest, CloseEndsAStartThatIsBeingEnqueued) {
   auto start = AttemptAsync([&] { group.StartLookup(0); });
   gate.AwaitArrival();
   auto close = AttemptAsync([&] { group[0].Close(Forever()); });
+  EXPECT_FALSE(HappensAnyway([&] { return group[0].error().has_value(); }));
   gate.Open();
   EXPECT_THAT(start.get(), Succeeded());
   EXPECT_THAT(close.get(), Succeeded());

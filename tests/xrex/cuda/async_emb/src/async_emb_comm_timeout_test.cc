@@ -84,6 +84,8 @@ TEST_F(TimeoutTest, WaitsCoverAStartThatIsBeingEnqueued) {
   auto start = AttemptAsync([&] { group().StartLookup(0); });
   gate.AwaitArrival();
   auto ready = WaitStepReadyAsync(0);
+  EXPECT_FALSE(HappensAnyway(
+      [&] { return ready.wait_for(seconds(0)) == std::future_status::ready; }));
   gate.Open();
   EXPECT_THAT(ready.get(), Gave(1));
   EXPECT_THAT(start.get(), Succeeded());

@@ -108,6 +108,17 @@ void WaitUntil(const Predicate& predicate) {
   while (!predicate()) std::this_thread::yield();
 }
 
+// Whether a thread gets to what it must not get to. A right one never does; a
+// wrong one has ample time for it.
+template <typename Predicate>
+bool HappensAnyway(const Predicate& predicate) {
+  for (int i = 0; i < 20000; ++i) {
+    if (predicate()) return true;
+    std::this_thread::yield();
+  }
+  return false;
+}
+
 // What a call gave: a value, or an error. Carried out of threads as plain data.
 struct Outcome {
   std::int64_t value = 0;
