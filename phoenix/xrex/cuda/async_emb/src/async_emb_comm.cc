@@ -79,6 +79,13 @@ void AsyncEmbContext::Close(std::chrono::steady_clock::time_point limit) {
   closed_ = true;
   abandoned_ =
       !resources_->stream->Stop(limit - std::chrono::steady_clock::now());
+  if (abandoned_) return;
+  std::shared_ptr<Communicator> left;
+  {
+    std::lock_guard comm(comm_mutex_);
+    left = std::move(communicator_);
+  }
+  left.reset();  // tells the peers, however long somebody holds this context
 }
 
 std::vector<std::string> AsyncEmbContext::Reset(std::int32_t rank,

@@ -102,6 +102,19 @@ TEST_F(LifecycleTest, AClosedContextRefusesHostCallsAndPassesStepsThrough) {
   EXPECT_TRUE(group.Untouched(0));
 }
 
+// Somebody may hold it for long: peers must not wait for that.
+TEST_F(LifecycleTest, AClosedContextCountsAsOneThatLeft) {
+  ContextGroup group = MakeGroup(2);
+  group.BringUp();
+  group[1].Close(Forever());
+  EXPECT_EQ(group[0].error(), std::nullopt);
+  group.StartLookup(0);
+  group.FinishLookup(0);
+  EXPECT_TRUE(group.LookupIsNan(0));
+  EXPECT_THAT(Attempt([&] { group[0].Check(); }),
+              Aborted("rank 1 has closed its context"));
+}
+
 // The start has enqueued an exchange that waits for a peer, but no event of it
 // yet.
 TEST_F(LifecycleTest, CloseEndsAStartThatIsBeingEnqueued) {
