@@ -18,6 +18,17 @@ constexpr std::chrono::seconds kTeardownLimit{30};
 // time.
 constexpr std::chrono::milliseconds kClockPoll{20};
 
+// What a completed step sends from one rank to all others.
+std::int64_t BytesSent(const PipelineSpec& spec, Pipeline pipeline) {
+  const std::int64_t ids = spec.tokens_per_rank;
+  const std::int64_t values = spec.tokens_per_rank * spec.shard_width;
+  const std::int64_t stats =
+      pipeline == Pipeline::kUpdate ? spec.num_unique + 1 : 0;
+  return (spec.world_size - 1) * (ids * std::int64_t{sizeof(std::int32_t)} +
+                                  values * std::int64_t{sizeof(Bf16Bits)} +
+                                  stats * std::int64_t{sizeof(float)});
+}
+
 const PipelineSpec& Validated(const PipelineSpec& spec,
                               const Backend& backend) {
   ValidateSpec(spec);
@@ -43,11 +54,14 @@ AsyncEmbContext::AsyncEmbContext(const ContextConfig& config,
   resources_->arena = device.AllocateArena(layout_.total_bytes());
   device.BindScratch(region<std::byte>(Region::kScratch),
                      layout_.bytes(Region::kScratch));
-  for (Lane& lane : resources_->lanes) {
-    lane.armed = device.NewEvent();
-    lane.completed = device.NewEvent();
+  for (const Pipeline pipeline : {Pipeline::kLookup, Pipeline::kUpdate}) {
+    Lane& of_pipeline = lane(pipeline);
+    of_pipeline.guard = device.NewGuard(pipeline);
+    of_pipeline.armed = device.NewEvent();
+    of_pipeline.completed = device.NewEvent();
   }
-  resources_->never_armed.Fail();
+  resources_->never_armed = device.NewGuard(Pipeline::kLookup);
+  resources_->never_armed->Fail();
   resources_->stream = device.NewSideStream();
   if (config_.run_watchdog_thread)
     watchdog_thread_ = std::thread([this] { RunWatchdog(); });
@@ -136,7 +150,7 @@ void AsyncEmbContext::Handshake(const std::vector<std::string>& payloads,
                         clock_, deadline);
     WarmUp(*connecting, deadline);
   } catch (const std::exception& error) {
-    AdoptCommunicatorError();  // if there is one, it says it better
+    AdoptErrors();  // if there is one, it says it better
     Abort(StrCat("the handshake failed: ", error.what()));
     throw;
   }
@@ -156,15 +170,16 @@ void AsyncEmbContext::WarmUp(Communicator& comm, Clock::TimePoint deadline) {
   const StreamRef side = resources_->stream->ref();
   Lane& lookup = lane(Pipeline::kLookup);
   Lane& update = lane(Pipeline::kUpdate);
-  comm.AllGather(side, lookup.guard, region<std::byte>(Region::kLocalIds),
+  comm.AllGather(side, *lookup.guard, region<std::byte>(Region::kLocalIds),
                  region<std::byte>(Region::kLookupIds),
                  layout_.bytes(Region::kLocalIds));
-  comm.AllToAll(side, lookup.guard, region<std::byte>(Region::kLookupSend),
+  comm.AllToAll(side, *lookup.guard, region<std::byte>(Region::kLookupSend),
                 region<std::byte>(Region::kLookupEmbeddings), slice_bytes());
-  comm.AllReduceSum(side, update.guard, region<float>(Region::kPartialStats),
+  comm.AllReduceSum(side, *update.guard, region<float>(Region::kPartialStats),
                     region<float>(Region::kUpdateStats),
                     static_cast<std::size_t>(spec_.num_unique) + 1,
                     spec_.deterministic);
+  WarmUpKernels();
   resources_->device->Record(*lookup.completed, side);
   while (!lookup.completed->WaitFor(kClockPoll)) {
     if (clock_.Now() < deadline) continue;
@@ -172,7 +187,68 @@ void AsyncEmbContext::WarmUp(Communicator& comm, Clock::TimePoint deadline) {
                         "async_emb: handshake timed out in its first exchange" +
                             DescribeStall());
   }
-  if (lookup.guard.failed() || update.guard.failed()) Check();
+  if (lookup.guard->failed() || update.guard->failed()) Check();
+}
+
+// The arena holds zeros and what the collectives made of them; one region
+// stands in for the caller's arrays. Nothing is counted, and nothing is applied
+// for a step that was never armed.
+void AsyncEmbContext::WarmUpKernels() {
+  Device& device = *resources_->device;
+  const StreamRef side = resources_->stream->ref();
+  StepGuard& guard = *resources_->never_armed;
+  auto* const slices = region<Bf16Bits>(Region::kLookupSend);
+  auto* const other_slices = region<Bf16Bits>(Region::kUpdateSend);
+  auto* const tokens = region<std::int32_t>(Region::kUpdateGradAccum);
+  auto* const stats = region<float>(Region::kPartialStats);
+  auto* const result = region<UpdateResult>(Region::kUpdateResult);
+  const auto* const scalars = region<UpdateScalars>(Region::kUpdateScalars);
+  device.GatherRows(side, guard,
+                    {.ids = region<std::int32_t>(Region::kLookupIds),
+                     .num_ids = spec_.num_tokens(),
+                     .table = other_slices,
+                     .vocab_rows = 1,
+                     .width = spec_.shard_width,
+                     .out_of_range = spec_.out_of_range,
+                     .rows = slices});
+  device.RouteGradients(side, guard, slice_shape(), slices, other_slices);
+  device.CheckUpdate(side, guard,
+                     {.segments = region<std::int32_t>(Region::kUpdateIndices),
+                      .num_tokens = spec_.num_tokens(),
+                      .unique_tokens = tokens,
+                      .num_unique = spec_.num_unique,
+                      .vocab_rows = 1,
+                      .check_duplicates = spec_.check_inputs,
+                      .scalars = scalars,
+                      .flag = stats + spec_.num_unique});
+  device.SumSegments(side, guard,
+                     {.segments = region<std::int32_t>(Region::kUpdateIndices),
+                      .grads = region<Bf16Bits>(Region::kUpdateGradients),
+                      .num_tokens = spec_.num_tokens(),
+                      .num_unique = spec_.num_unique,
+                      .width = spec_.shard_width,
+                      .deterministic = spec_.deterministic,
+                      .accum = region<float>(Region::kUpdateGradAccum),
+                      .partial_stats = stats});
+  for (const bool lazy : {false, true}) {
+    device.ApplyAdagrad(side, guard,
+                        {.accum = region<float>(Region::kUpdateGradAccum),
+                         .stats = region<float>(Region::kUpdateStats),
+                         .unique_tokens = tokens,
+                         .num_unique = spec_.num_unique,
+                         .width = spec_.shard_width,
+                         .emb_width = spec_.emb_width,
+                         .vocab_rows = 1,
+                         .params = {.lazy = lazy, .eps = 1.0F},
+                         .scalars = scalars,
+                         .table = other_slices,
+                         .row_state = stats,
+                         .last_step = tokens,
+                         .result = result});
+  }
+  device.CombineSlices(side, guard, slice_shape(), slices, other_slices);
+  device.WriteResult(side, guard, result, &result->norm, &result->valid);
+  device.EndStep(side, guard, 0);
 }
 
 void AsyncEmbContext::ResetTableBinding() {
@@ -182,11 +258,13 @@ void AsyncEmbContext::ResetTableBinding() {
 }
 
 void AsyncEmbContext::Abort(std::string_view reason) {
-  AdoptCommunicatorError();  // what went wrong on a peer before is the reason
+  AdoptErrors();  // what went wrong on a peer before is the reason
   {
     std::lock_guard state(state_mutex_);
     if (!failure_) failure_ = reason;
   }
+  // Before the communicator: what it leaves behind must not be taken for good.
+  resources_->device->FailGuards();
   // Read after the failure is set: a handshake publishes its communicator only
   // if there is none.
   const std::shared_ptr<Communicator> comm = communicator();
@@ -206,20 +284,43 @@ bool AsyncEmbContext::AwaitQuiet(std::chrono::steady_clock::time_point limit) {
 }
 
 void AsyncEmbContext::Check() {
-  AdoptCommunicatorError();
+  AdoptErrors();
   std::lock_guard state(state_mutex_);
   if (failure_) ThrowAborted(*failure_);
 }
 
 std::optional<std::string> AsyncEmbContext::error() {
-  AdoptCommunicatorError();
+  AdoptErrors();
   std::lock_guard state(state_mutex_);
   return failure_;
 }
 
-void AsyncEmbContext::AdoptCommunicatorError() {
+std::optional<std::string> AsyncEmbContext::FindGuardFailure() const {
+  for (const Lane& of_pipeline : resources_->lanes) {
+    switch (of_pipeline.guard->failure()) {
+      case StepFailure::kWrongRank:
+        return StrCat("the program on rank ", rank(),
+                      "'s device takes itself for another rank: it runs in a "
+                      "shard_map over another mesh than ctx.mesh; use "
+                      "ctx.mesh");
+      case StepFailure::kPeerFailed:
+        return StrCat("another rank has failed in ",
+                      PipelineName(of_pipeline.guard->pipeline()), " step ",
+                      of_pipeline.guard->good() + 1,
+                      ": its own error says why");
+      case StepFailure::kExchange:  // the communicator says why
+      case StepFailure::kNone:
+        break;
+    }
+  }
+  return std::nullopt;
+}
+
+void AsyncEmbContext::AdoptErrors() {
   const std::shared_ptr<Communicator> comm = communicator();
-  const auto found = comm == nullptr ? std::nullopt : comm->PollError();
+  if (comm == nullptr) return;
+  std::optional<std::string> found = comm->PollError();
+  if (!found) found = FindGuardFailure();
   if (!found) return;
   {
     std::lock_guard comm_lock(comm_mutex_);
@@ -228,6 +329,7 @@ void AsyncEmbContext::AdoptCommunicatorError() {
     if (failure_ || communicator_ != comm) return;
     failure_ = found;
   }
+  resources_->device->FailGuards();
   comm->Abort(*found);  // one that failed by itself may still hold up its work
 }
 
@@ -241,12 +343,12 @@ ContextStats AsyncEmbContext::stats() const {
   {
     std::lock_guard state(state_mutex_);
     for (const Pipeline pipeline : {Pipeline::kLookup, Pipeline::kUpdate}) {
-      stats.steps_armed[static_cast<std::size_t>(pipeline)] =
-          state_.armed(pipeline);
+      const auto index = static_cast<std::size_t>(pipeline);
+      stats.steps_armed[index] = state_.armed(pipeline);
+      stats.steps_done[index] = StepsDoneLocked(pipeline);
+      stats.bytes_sent += stats.steps_done[index] * BytesSent(spec_, pipeline);
     }
-    stats.steps_done = steps_done_;
     stats.table_moved = state_.table_moved();
-    stats.bytes_sent = bytes_sent_;
     stats.wait_secs = wait_secs_;
   }
   // After the steps: they hold what every step that counts as done has counted.
@@ -259,6 +361,10 @@ ContextStats AsyncEmbContext::stats() const {
   stats.skipped_invalid = counters.skipped_invalid;
   stats.last_norm = counters.last_norm;
   return stats;
+}
+
+std::int64_t AsyncEmbContext::StepsDoneLocked(Pipeline pipeline) const {
+  return std::min(state_.finished(pipeline), lane(pipeline).guard->good());
 }
 
 bool AsyncEmbContext::ready() const {

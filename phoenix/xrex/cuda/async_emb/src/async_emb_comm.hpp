@@ -147,11 +147,11 @@ class AsyncEmbContext {
   std::size_t arena_bytes() const { return layout_.total_bytes(); }
 
  private:
-  // One pipeline's share of what the side stream uses.
+  // One pipeline's share of what the side stream uses. On a device the host may
+  // run ahead: several steps of a pipeline can be under way, in order, and the
+  // events tell of the latest.
   struct Lane {
-    explicit Lane(Pipeline pipeline) : guard(pipeline) {}
-
-    StepGuard guard;
+    std::unique_ptr<StepGuard> guard;
     std::unique_ptr<Event> armed;      // the caller's inputs are there
     std::unique_ptr<Event> completed;  // the step has left the side stream
   };
@@ -162,10 +162,9 @@ class AsyncEmbContext {
 
     std::unique_ptr<Device> device;
     std::shared_ptr<std::byte> arena;
-    std::array<Lane, kNumPipelines> lanes{
-        {Lane(Pipeline::kLookup), Lane(Pipeline::kUpdate)}};
-    StepGuard
-        never_armed;  // always failed: stands in for a step that was not armed
+    std::array<Lane, kNumPipelines> lanes;
+    // Always failed: stands in for a step that was not armed.
+    std::unique_ptr<StepGuard> never_armed;
     std::unique_ptr<Stream> stream;
   };
   template <typename T>
@@ -193,6 +192,8 @@ class AsyncEmbContext {
                        const Enqueue& enqueue);
   void EnqueueRankCheck(StreamRef caller, Pipeline pipeline,
                         const std::int32_t* program_rank);
+  // Marks the end of what was enqueued of a step.
+  void EnqueueEnd(Pipeline pipeline, std::int64_t step);
   void EnqueueLookup(StreamRef caller, const LookupStart& args,
                      Communicator& comm);
   void EnqueueUpdate(StreamRef caller, const UpdateStart& args,
@@ -204,14 +205,19 @@ class AsyncEmbContext {
                           const char* label);
   std::int64_t LatestStep(Pipeline pipeline);
 
-  // Takes over an error that the communicator found, or a peer reported.
-  void AdoptCommunicatorError();
+  // Takes over an error that the communicator or a step on the device found, or
+  // a peer reported.
+  void AdoptErrors();
+  std::optional<std::string> FindGuardFailure() const;
   [[noreturn]] static void ThrowAborted(const std::string& reason);
-  // Runs every collective once, so that the first step finds nothing cold.
+  // Runs every collective and every kernel once, so that the first step finds
+  // nothing cold.
   void WarmUp(Communicator& comm, Clock::TimePoint deadline);
-  // Tells the watchdog that the step is off the side stream, however it ended.
+  void WarmUpKernels();
+  // Tells the watchdog which steps are off the side stream, however they ended.
   // To be called with state_mutex_.
   void NoteEndLocked(Pipeline pipeline);
+  std::int64_t StepsDoneLocked(Pipeline pipeline) const;
   void RunWatchdog();
   void StopWatchdog();
   std::string DescribeTimeout(Pipeline pipeline, std::int64_t step);
@@ -239,11 +245,8 @@ class AsyncEmbContext {
   PipelineState state_;  // guarded by state_mutex_
   Watchdog watchdog_;    // guarded by state_mutex_
   std::optional<std::string>
-      failure_;  // guarded by state_mutex_; the reason, set once
-  std::array<std::int64_t, kNumPipelines>
-      steps_done_{};             // guarded by state_mutex_; without failed ones
-  std::int64_t bytes_sent_ = 0;  // guarded by state_mutex_
-  double wait_secs_ = 0.0;       // guarded by state_mutex_
+      failure_;             // guarded by state_mutex_; the reason, set once
+  double wait_secs_ = 0.0;  // guarded by state_mutex_
 
   std::mutex watchdog_mutex_;  // taken alone
   std::condition_variable watchdog_wake_;

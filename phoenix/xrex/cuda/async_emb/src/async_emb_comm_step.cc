@@ -7,23 +7,9 @@
 #include "phoenix/xrex/cuda/async_emb/src/str_cat.hpp"
 
 namespace xrex::async_emb {
-namespace {
-
-// What a completed step sends from one rank to all others.
-std::int64_t BytesSent(const PipelineSpec& spec, Pipeline pipeline) {
-  const std::int64_t ids = spec.tokens_per_rank;
-  const std::int64_t values = spec.tokens_per_rank * spec.shard_width;
-  const std::int64_t stats =
-      pipeline == Pipeline::kUpdate ? spec.num_unique + 1 : 0;
-  return (spec.world_size - 1) * (ids * std::int64_t{sizeof(std::int32_t)} +
-                                  values * std::int64_t{sizeof(Bf16Bits)} +
-                                  stats * std::int64_t{sizeof(float)});
-}
-
-}  // namespace
 
 std::int64_t AsyncEmbContext::BeginStart(Pipeline pipeline, const void* table) {
-  AdoptCommunicatorError();
+  AdoptErrors();
   std::string moved;
   {
     std::lock_guard state(state_mutex_);
@@ -54,7 +40,7 @@ void AsyncEmbContext::EndStart(Pipeline pipeline) {
 }
 
 bool AsyncEmbContext::BeginFinish(Pipeline pipeline) {
-  AdoptCommunicatorError();
+  AdoptErrors();
   std::lock_guard state(state_mutex_);
   if (failure_ && state_.phase(pipeline) != Phase::kInFlight) return false;
   state_.BeginFinish(pipeline);
@@ -64,14 +50,10 @@ bool AsyncEmbContext::BeginFinish(Pipeline pipeline) {
 void AsyncEmbContext::EndFinish(Pipeline pipeline,
                                 Clock::TimePoint wait_began) {
   const Clock::Duration waited = clock_.Now() - wait_began;
-  const bool failed = lane(pipeline).guard.failed();
   std::lock_guard state(state_mutex_);
   NoteEndLocked(pipeline);
   state_.EndFinish(pipeline);
   wait_secs_ += std::chrono::duration<double>(waited).count();
-  if (failed) return;
-  ++steps_done_[static_cast<std::size_t>(pipeline)];
-  bytes_sent_ += BytesSent(spec_, pipeline);
 }
 
 template <typename Enqueue>
@@ -80,29 +62,41 @@ std::int64_t AsyncEmbContext::ArmStep(Pipeline pipeline, const void* table,
   std::lock_guard arm(arm_mutex_);
   const std::int64_t step = BeginStart(pipeline, table);
   if (step == 0) return 0;
-  try {
-    enqueue(*communicator());
-    resources_->device->Record(*lane(pipeline).completed,
-                               resources_->stream->ref());
-  } catch (const std::exception& error) {
-    // Found by this rank alone, so no handler fails: see the header.
-    lane(pipeline).guard.Fail();
+  // Found by this rank alone, so no handler fails: see the header.
+  const auto fail = [&](const std::exception& error) {
+    lane(pipeline).guard->Fail();
     Abort(StrCat(PipelineName(pipeline),
                  " could not be enqueued: ", error.what()));
+  };
+  try {
+    enqueue(*communicator());
+  } catch (const std::exception& error) {
+    fail(error);
+  }
+  // Also after a failure: what was enqueued before it still reads the caller's
+  // arrays.
+  try {
+    EnqueueEnd(pipeline, step);
+  } catch (const std::exception& error) {
+    fail(error);
   }
   EndStart(pipeline);
   return step;
 }
 
+void AsyncEmbContext::EnqueueEnd(Pipeline pipeline, std::int64_t step) {
+  Device& device = *resources_->device;
+  const StreamRef side = resources_->stream->ref();
+  device.EndStep(side, *lane(pipeline).guard, step);
+  device.Record(*lane(pipeline).completed, side);
+}
+
 void AsyncEmbContext::EnqueueRankCheck(StreamRef caller, Pipeline pipeline,
                                        const std::int32_t* program_rank) {
   if (program_rank == nullptr) return;
-  StepGuard& guard = lane(pipeline).guard;
-  resources_->device->CheckRank(caller, guard, program_rank, rank());
-  if (!guard.failed()) return;
-  Abort(StrCat("the program on rank ", rank(),
-               "'s device takes itself for another rank: it runs in a "
-               "shard_map over another mesh than ctx.mesh; use ctx.mesh"));
+  resources_->device->CheckRank(caller, *lane(pipeline).guard, program_rank,
+                                rank());
+  AdoptErrors();  // of a check that has run inside the call
 }
 
 std::int64_t AsyncEmbContext::StartLookup(StreamRef caller,
@@ -126,9 +120,9 @@ void AsyncEmbContext::EnqueueLookup(StreamRef caller, const LookupStart& args,
               id_bytes);
   device.Record(*lookup.armed, caller);
   device.Wait(side, *lookup.armed);
-  comm.AllGather(side, lookup.guard, region<std::int32_t>(Region::kLocalIds),
+  comm.AllGather(side, *lookup.guard, region<std::int32_t>(Region::kLocalIds),
                  ids, id_bytes);
-  device.GatherRows(side, lookup.guard,
+  device.GatherRows(side, *lookup.guard,
                     {.ids = ids,
                      .num_ids = spec_.num_tokens(),
                      .table = args.table,
@@ -138,7 +132,7 @@ void AsyncEmbContext::EnqueueLookup(StreamRef caller, const LookupStart& args,
                      .count_begin = own_begin,
                      .count_end = own_begin + spec_.tokens_per_rank,
                      .rows = region<Bf16Bits>(Region::kLookupSend)});
-  comm.AllToAll(side, lookup.guard, region<Bf16Bits>(Region::kLookupSend),
+  comm.AllToAll(side, *lookup.guard, region<Bf16Bits>(Region::kLookupSend),
                 region<Bf16Bits>(Region::kLookupEmbeddings), slice_bytes());
 }
 
@@ -148,7 +142,7 @@ void AsyncEmbContext::FinishLookup(StreamRef caller, Bf16Bits* embeddings) {
   Lane& lookup = lane(Pipeline::kLookup);
   if (pending) resources_->device->Wait(caller, *lookup.completed);
   resources_->device->CombineSlices(
-      caller, pending ? lookup.guard : resources_->never_armed, slice_shape(),
+      caller, pending ? *lookup.guard : *resources_->never_armed, slice_shape(),
       region<Bf16Bits>(Region::kLookupEmbeddings), embeddings);
   if (pending) EndFinish(Pipeline::kLookup, wait_began);
 }
@@ -182,12 +176,12 @@ void AsyncEmbContext::EnqueueUpdate(StreamRef caller, const UpdateStart& args,
   device.Record(*update.armed, caller);
   device.Wait(side, *update.armed);
 
-  comm.AllGather(side, update.guard, local_segments, segments, segment_bytes);
-  device.RouteGradients(side, update.guard, slice_shape(), args.grads,
+  comm.AllGather(side, *update.guard, local_segments, segments, segment_bytes);
+  device.RouteGradients(side, *update.guard, slice_shape(), args.grads,
                         region<Bf16Bits>(Region::kUpdateSend));
-  comm.AllToAll(side, update.guard, region<Bf16Bits>(Region::kUpdateSend),
+  comm.AllToAll(side, *update.guard, region<Bf16Bits>(Region::kUpdateSend),
                 region<Bf16Bits>(Region::kUpdateGradients), slice_bytes());
-  device.CheckUpdate(side, update.guard,
+  device.CheckUpdate(side, *update.guard,
                      {.segments = segments,
                       .num_tokens = spec_.num_tokens(),
                       .count_begin = own_begin,
@@ -198,7 +192,7 @@ void AsyncEmbContext::EnqueueUpdate(StreamRef caller, const UpdateStart& args,
                       .check_duplicates = spec_.check_inputs,
                       .scalars = scalars,
                       .flag = partial_stats + spec_.num_unique});
-  device.SumSegments(side, update.guard,
+  device.SumSegments(side, *update.guard,
                      {.segments = segments,
                       .grads = region<Bf16Bits>(Region::kUpdateGradients),
                       .num_tokens = spec_.num_tokens(),
@@ -210,14 +204,14 @@ void AsyncEmbContext::EnqueueUpdate(StreamRef caller, const UpdateStart& args,
   // The last exchange: from here on the step takes place on all ranks, or it
   // has failed on all.
   comm.AllReduceSum(
-      side, update.guard, partial_stats, region<float>(Region::kUpdateStats),
+      side, *update.guard, partial_stats, region<float>(Region::kUpdateStats),
       static_cast<std::size_t>(spec_.num_unique) + 1, spec_.deterministic);
   EnqueueApply(args);
 }
 
 void AsyncEmbContext::EnqueueApply(const UpdateStart& args) {
   resources_->device->ApplyAdagrad(
-      resources_->stream->ref(), lane(Pipeline::kUpdate).guard,
+      resources_->stream->ref(), *lane(Pipeline::kUpdate).guard,
       {.accum = region<float>(Region::kUpdateGradAccum),
        .stats = region<float>(Region::kUpdateStats),
        .unique_tokens = args.unique_tokens,
@@ -240,7 +234,7 @@ void AsyncEmbContext::FinishUpdate(StreamRef caller, float* norm,
   Lane& update = lane(Pipeline::kUpdate);
   if (pending) resources_->device->Wait(caller, *update.completed);
   resources_->device->WriteResult(
-      caller, pending ? update.guard : resources_->never_armed,
+      caller, pending ? *update.guard : *resources_->never_armed,
       region<UpdateResult>(Region::kUpdateResult), norm, valid);
   if (pending) EndFinish(Pipeline::kUpdate, wait_began);
 }

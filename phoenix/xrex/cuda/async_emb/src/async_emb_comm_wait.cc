@@ -38,7 +38,7 @@ void AsyncEmbContext::BlockUntilComplete(Pipeline pipeline, std::int64_t step,
   std::optional<Clock::TimePoint> deadline;
   {
     std::lock_guard state(state_mutex_);
-    deadline = watchdog_.deadline(pipeline);
+    deadline = watchdog_.deadline(pipeline, step);
   }
   const auto past_deadline = [&] {
     return deadline && clock_.Now() >= *deadline;
@@ -48,22 +48,20 @@ void AsyncEmbContext::BlockUntilComplete(Pipeline pipeline, std::int64_t step,
         ErrorCode::kTimeout,
         StrCat("async_emb: ", label, " timed out waiting for step ", step));
   };
+  const Lane& of_pipeline = lane(pipeline);
+  const auto reached = [&] { return of_pipeline.guard->reached() >= step; };
   while (true) {
-    // Read before the event is looked at: a step that completes in time never
+    // Read before the step is looked at: one that completes in time never
     // counts as late, however long this thread was kept from running.
     const bool late = past_deadline();
-    if (lane(pipeline).completed->WaitFor(kClockPoll)) break;
-    {
-      std::lock_guard state(state_mutex_);
-      // A newer step is in flight: it would not be, had this one failed.
-      if (state_.armed(pipeline) > step) return;
-    }
+    if (reached() || (of_pipeline.completed->WaitFor(kClockPoll) && reached()))
+      break;
     if (late) {
       Abort(DescribeTimeout(pipeline, step));
       throw_timeout();
     }
   }
-  if (!lane(pipeline).guard.failed()) return;
+  if (of_pipeline.guard->good() >= step) return;
   if (past_deadline()) throw_timeout();
   Check();
 }
@@ -129,16 +127,14 @@ std::string AsyncEmbContext::DescribeStall() const {
 }
 
 void AsyncEmbContext::PollWatchdog() {
-  AdoptCommunicatorError();
+  AdoptErrors();
   // Before the events are looked at (Watchdog::Poll).
   const Clock::TimePoint now = clock_.Now();
   std::vector<Watchdog::Finding> findings;
   {
     std::lock_guard state(state_mutex_);
     for (const Pipeline pipeline : {Pipeline::kLookup, Pipeline::kUpdate}) {
-      // While a start is enqueuing, the event still tells of the step before.
-      const bool recorded = state_.phase(pipeline) != Phase::kArming;
-      if (recorded) NoteEndLocked(pipeline);
+      NoteEndLocked(pipeline);
     }
     findings = watchdog_.Poll(now);
   }
@@ -163,12 +159,9 @@ void AsyncEmbContext::PollWatchdog() {
 }
 
 void AsyncEmbContext::NoteEndLocked(Pipeline pipeline) {
-  if (!lane(pipeline).completed->IsComplete()) return;
-  if (lane(pipeline).guard.failed()) {
-    watchdog_.OnFailed(pipeline);
-  } else {
-    watchdog_.OnCompleted(pipeline);
-  }
+  // In this order: a step is counted as good before it is counted as ended.
+  const std::int64_t reached = lane(pipeline).guard->reached();
+  watchdog_.OnEnded(pipeline, reached, lane(pipeline).guard->good());
 }
 
 void AsyncEmbContext::RunWatchdog() {

@@ -48,23 +48,74 @@ class Event {
   virtual bool WaitFor(std::chrono::nanoseconds timeout) const = 0;
 };
 
-// Whether the exchange that a step hangs on has failed. One per pipeline and
-// context. Operations of a failed step write nothing, or NaN where they own the
-// caller's output.
+// Why the steps of a pipeline have failed. The values are shared with devices.
+enum class StepFailure : std::int32_t {
+  kNone = 0,
+  kExchange = 1,    // an exchange was not completed, or the context was aborted
+  kWrongRank = 2,   // the program takes itself for another rank
+  kPeerFailed = 3,  // another rank says that its step has failed
+};
+
+// What a pipeline's steps have come to. Host and device may both see it.
+struct StepWords {
+  std::int32_t failure = 0;  // a StepFailure, set once
+  std::int32_t unused = 0;
+  std::int64_t reached = 0;  // the latest step that has ended
+  std::int64_t good = 0;     // the latest step that has ended well
+};
+
+// Whether the exchange that a step hangs on has failed, and how far the steps
+// have come. One per pipeline and context, made by the context's device.
+// Operations of a failed step write nothing, or NaN where they own the caller's
+// output.
 class StepGuard {
  public:
-  explicit StepGuard(Pipeline pipeline = Pipeline::kLookup)
-      : pipeline_(pipeline) {}
+  // `words` outlives the guard; null: the guard's own.
+  explicit StepGuard(Pipeline pipeline = Pipeline::kLookup,
+                     StepWords* words = nullptr)
+      : pipeline_(pipeline), words_(words == nullptr ? own_words_ : *words) {}
+  virtual ~StepGuard() = default;
+
+  StepGuard(const StepGuard&) = delete;
+  StepGuard& operator=(const StepGuard&) = delete;
 
   // Whose steps these are: exchanges of different pipelines never match.
   Pipeline pipeline() const { return pipeline_; }
-  // For good: a context whose exchange has failed arms no other step.
-  void Fail() { failed_.store(true, std::memory_order_release); }
-  bool failed() const { return failed_.load(std::memory_order_acquire); }
+
+  // For good: a context whose exchange has failed arms no other step. The first
+  // reason stands.
+  void Fail(StepFailure why = StepFailure::kExchange) {
+    auto none = static_cast<std::int32_t>(StepFailure::kNone);
+    std::atomic_ref(words_.failure)
+        .compare_exchange_strong(none, static_cast<std::int32_t>(why));
+  }
+  StepFailure failure() const {
+    return static_cast<StepFailure>(
+        std::atomic_ref(words_.failure).load(std::memory_order_acquire));
+  }
+  bool failed() const { return failure() != StepFailure::kNone; }
+
+  // The latest step that has ended on the side stream, and the latest that has
+  // ended well; 0 at first. No step ends well after one that did not.
+  std::int64_t reached() const {
+    return std::atomic_ref(words_.reached).load(std::memory_order_acquire);
+  }
+  std::int64_t good() const {
+    return std::atomic_ref(words_.good).load(std::memory_order_acquire);
+  }
+
+  // Called on the side stream of a host; a device writes the words itself.
+  void End(std::int64_t step) {
+    if (!failed()) {
+      std::atomic_ref(words_.good).store(step, std::memory_order_release);
+    }
+    std::atomic_ref(words_.reached).store(step, std::memory_order_release);
+  }
 
  private:
   const Pipeline pipeline_;
-  std::atomic<bool> failed_{false};
+  StepWords own_words_;
+  StepWords& words_;
 };
 
 // What the kernels count. Written by a device's stream, read by anyone at any
@@ -174,6 +225,8 @@ class Device {
 
   virtual std::unique_ptr<Stream> NewSideStream() = 0;
   virtual std::unique_ptr<Event> NewEvent() = 0;
+  // The device outlives its guards.
+  virtual std::unique_ptr<StepGuard> NewGuard(Pipeline pipeline) = 0;
 
   // One block of at least `bytes`, aligned to kArenaAlignment. Throws
   // kResourceExhausted with the bytes asked for. Shared, because a peer may
@@ -186,6 +239,11 @@ class Device {
   // Gives the kernels their scratch. Called once, before the first kernel.
   virtual void BindScratch(std::byte* scratch, std::size_t bytes) = 0;
 
+  // Called before the communicator is aborted, at any time and by any thread:
+  // on a device that runs on over the torn data of an aborted exchange, every
+  // guard fails now.
+  virtual void FailGuards() = 0;
+
   virtual void Record(Event& event, StreamRef stream) = 0;
 
   // Later work of `stream` waits for the recorded point. On the host's caller
@@ -197,11 +255,17 @@ class Device {
                     std::size_t bytes) = 0;
   virtual void Zero(StreamRef stream, void* dst, std::size_t bytes) = 0;
 
+  // Ends `step` on its stream: if nothing has failed by now, it has ended well,
+  // and its done call may take its results.
+  virtual void EndStep(StreamRef stream, StepGuard& guard,
+                       std::int64_t step) = 0;
+
   // Copies idle arena memory to host memory, and waits for it.
   virtual void ReadBack(void* dst, const void* src, std::size_t bytes) = 0;
 
-  // Fails the guard unless *came == expected. `came` is the caller's, where the
-  // program says which rank it is.
+  // Fails the guard with kWrongRank unless *came == expected. `came` is the
+  // caller's, where the program says which rank it is. A device does so in
+  // stream order.
   virtual void CheckRank(StreamRef stream, StepGuard& guard,
                          const std::int32_t* came, std::int32_t expected) = 0;
 

@@ -106,6 +106,10 @@ std::unique_ptr<Event> HostDevice::NewEvent() {
   return std::make_unique<HostEvent>();
 }
 
+std::unique_ptr<StepGuard> HostDevice::NewGuard(Pipeline pipeline) {
+  return std::make_unique<StepGuard>(pipeline);
+}
+
 std::shared_ptr<std::byte> HostDevice::AllocateArena(std::size_t bytes) {
   const auto alignment = std::align_val_t{
       bytes >= kHugePageBytes ? kHugePageBytes : kArenaAlignment};
@@ -166,6 +170,11 @@ void HostDevice::Zero(StreamRef stream, void* dst, std::size_t bytes) {
   HostStream::RunOn(stream, [=] { std::memset(dst, 0, bytes); });
 }
 
+void HostDevice::EndStep(StreamRef stream, StepGuard& guard,
+                         std::int64_t step) {
+  HostStream::RunOn(stream, [&guard, step] { guard.End(step); });
+}
+
 void HostDevice::ReadBack(void* dst, const void* src, std::size_t bytes) {
   std::memcpy(dst, src, bytes);
 }
@@ -173,7 +182,7 @@ void HostDevice::ReadBack(void* dst, const void* src, std::size_t bytes) {
 void HostDevice::CheckRank(StreamRef stream, StepGuard& guard,
                            const std::int32_t* came, std::int32_t expected) {
   HostStream::RunOn(stream, [&guard, came, expected] {
-    if (*came != expected) guard.Fail();
+    if (*came != expected) guard.Fail(StepFailure::kWrongRank);
   });
 }
 

@@ -64,14 +64,19 @@ class HostDevice : public Device {
  public:
   std::unique_ptr<Stream> NewSideStream() override;
   std::unique_ptr<Event> NewEvent() override;
+  std::unique_ptr<StepGuard> NewGuard(Pipeline pipeline) override;
   std::shared_ptr<std::byte> AllocateArena(std::size_t bytes) override;
   std::size_t ScratchBytes(const PipelineSpec& spec) const override;
   void BindScratch(std::byte* scratch, std::size_t bytes) override;
+  // Nothing to do: here an exchange that is aborted fails its own guard, and
+  // all ranks complete one together or none does.
+  void FailGuards() override {}
   void Record(Event& event, StreamRef stream) override;
   void Wait(StreamRef stream, const Event& event) override;
   void Copy(StreamRef stream, void* dst, const void* src,
             std::size_t bytes) override;
   void Zero(StreamRef stream, void* dst, std::size_t bytes) override;
+  void EndStep(StreamRef stream, StepGuard& guard, std::int64_t step) override;
   void ReadBack(void* dst, const void* src, std::size_t bytes) override;
   void CheckRank(StreamRef stream, StepGuard& guard, const std::int32_t* came,
                  std::int32_t expected) override;

@@ -6,6 +6,7 @@
 
 #include <array>
 #include <cstdint>
+#include <deque>
 #include <optional>
 #include <vector>
 
@@ -32,37 +33,36 @@ class Watchdog {
   Watchdog(const Clock& clock, Clock::Duration timeout)
       : clock_(clock), timeout_(timeout) {}
 
+  // Steps of a pipeline are armed in ascending order; several may be in flight.
   void OnArmed(Pipeline pipeline, std::int64_t step);
 
-  // The step has left the side stream, whether or not anybody has taken it over
-  // yet.
-  void OnCompleted(Pipeline pipeline);
-
-  // The same for a step that failed there: it is not reported as resolved.
-  void OnFailed(Pipeline pipeline);
+  // All steps up to `reached` have left the side stream, whether or not anybody
+  // has taken them over yet; those after `good` have failed there and are not
+  // reported as resolved.
+  void OnEnded(Pipeline pipeline, std::int64_t reached, std::int64_t good);
 
   // What is new since the last poll, for a `now` that was read before the owner
   // looked which steps are complete: else one that completes in time, in
-  // between, would expire. A step expires at its deadline, not before.
+  // between, would expire. A step expires at its deadline, not before. Of
+  // several steps in flight the oldest counts: the others wait for it.
   std::vector<Finding> Poll(Clock::TimePoint now);
 
-  // Of the step in flight, if there is one.
-  std::optional<Clock::TimePoint> deadline(Pipeline pipeline) const;
+  // Of that step, if it is in flight.
+  std::optional<Clock::TimePoint> deadline(Pipeline pipeline,
+                                           std::int64_t step) const;
 
  private:
   struct Entry {
-    bool in_flight = false;
-    bool warned = false;
-    bool resolved = false;  // to be reported
-    bool expired = false;
     std::int64_t step = 0;
     Clock::TimePoint armed_at;
-    Clock::TimePoint completed_at;
+    bool warned = false;
+    bool expired = false;
   };
 
   const Clock& clock_;
   const Clock::Duration timeout_;
-  std::array<Entry, kNumPipelines> entries_{};
+  std::array<std::deque<Entry>, kNumPipelines> in_flight_;  // oldest first
+  std::vector<Finding> resolved_;                           // to be reported
 };
 
 }  // namespace xrex::async_emb

@@ -45,7 +45,7 @@ class WatchdogTest : public testing::Test {
 TEST_F(WatchdogTest, FindsNothingWithNothingArmed) {
   clock_.Advance(2 * kTimeout);
   EXPECT_THAT(Poll(), IsEmpty());
-  EXPECT_EQ(watchdog_.deadline(kLookup), std::nullopt);
+  EXPECT_EQ(watchdog_.deadline(kLookup, 1), std::nullopt);
 }
 
 TEST_F(WatchdogTest, IsQuietOneTickBeforeHalfTime) {
@@ -73,7 +73,7 @@ TEST_F(WatchdogTest, WarnsAgainForTheNextStep) {
   watchdog_.OnArmed(kLookup, 3);
   clock_.Advance(kTimeout / 2);
   Poll();
-  watchdog_.OnCompleted(kLookup);
+  watchdog_.OnEnded(kLookup, 3, 3);
   Poll();
   watchdog_.OnArmed(kLookup, 4);
   clock_.Advance(kTimeout / 2);
@@ -115,7 +115,7 @@ TEST_F(WatchdogTest, ExpiresAfterItHasWarned) {
 TEST_F(WatchdogTest, NeverExpiresAStepThatCompletedInTime) {
   watchdog_.OnArmed(kLookup, 1);
   clock_.Advance(kTimeout - kTick);
-  watchdog_.OnCompleted(kLookup);
+  watchdog_.OnEnded(kLookup, 1, 1);
   clock_.Advance(kTimeout);
   EXPECT_THAT(Poll(), IsEmpty());
 }
@@ -135,7 +135,7 @@ TEST_F(WatchdogTest, TakesAWarningBackWhenTheStepCompletes) {
   clock_.Advance(kTimeout / 2);
   Poll();
   clock_.Advance(kTick);
-  watchdog_.OnCompleted(kLookup);
+  watchdog_.OnEnded(kLookup, 8, 8);
   clock_.Advance(kTick);
   EXPECT_THAT(Poll(), ElementsAre(Watchdog::Finding{Kind::kResolved, kLookup, 8,
                                                     kTimeout / 2 + kTick}));
@@ -145,16 +145,16 @@ TEST_F(WatchdogTest, TakesAWarningBackOnce) {
   watchdog_.OnArmed(kLookup, 8);
   clock_.Advance(kTimeout / 2);
   Poll();
-  watchdog_.OnCompleted(kLookup);
+  watchdog_.OnEnded(kLookup, 8, 8);
   Poll();
-  watchdog_.OnCompleted(kLookup);
+  watchdog_.OnEnded(kLookup, 8, 8);
   EXPECT_THAT(Poll(), IsEmpty());
 }
 
 TEST_F(WatchdogTest, SaysNothingOfAStepThatCompletedBeforeTheWarning) {
   watchdog_.OnArmed(kLookup, 8);
   clock_.Advance(kTimeout / 2);
-  watchdog_.OnCompleted(kLookup);
+  watchdog_.OnEnded(kLookup, 8, 8);
   EXPECT_THAT(Poll(), IsEmpty());
 }
 
@@ -164,7 +164,7 @@ TEST_F(WatchdogTest, DoesNotTakeAnExpiryBack) {
   Poll();
   clock_.Advance(kTimeout / 2);
   Poll();
-  watchdog_.OnCompleted(kLookup);
+  watchdog_.OnEnded(kLookup, 8, 8);
   EXPECT_THAT(Poll(), IsEmpty());
 }
 
@@ -172,10 +172,10 @@ TEST_F(WatchdogTest, TakesNoWarningBackForAStepThatFailed) {
   watchdog_.OnArmed(kLookup, 8);
   clock_.Advance(kTimeout / 2);
   Poll();
-  watchdog_.OnFailed(kLookup);
+  watchdog_.OnEnded(kLookup, 8, 7);
   clock_.Advance(kTimeout);
   EXPECT_THAT(Poll(), IsEmpty());
-  EXPECT_EQ(watchdog_.deadline(kLookup), std::nullopt);
+  EXPECT_EQ(watchdog_.deadline(kLookup, 8), std::nullopt);
 }
 
 TEST_F(WatchdogTest, CountsEachPipelineFromItsOwnArming) {
@@ -193,20 +193,53 @@ TEST_F(WatchdogTest, KnowsTheDeadlineOfAStepInFlight) {
   const Clock::TimePoint armed_at = clock_.Now();
   watchdog_.OnArmed(kLookup, 1);
   clock_.Advance(seconds(1));
-  EXPECT_EQ(watchdog_.deadline(kLookup), armed_at + kTimeout);
-  EXPECT_EQ(watchdog_.deadline(kUpdate), std::nullopt);
+  EXPECT_EQ(watchdog_.deadline(kLookup, 1), armed_at + kTimeout);
+  EXPECT_EQ(watchdog_.deadline(kUpdate, 2), std::nullopt);
 }
 
 TEST_F(WatchdogTest, HasNoDeadlineForACompletedStep) {
   watchdog_.OnArmed(kLookup, 1);
-  watchdog_.OnCompleted(kLookup);
-  EXPECT_EQ(watchdog_.deadline(kLookup), std::nullopt);
+  watchdog_.OnEnded(kLookup, 1, 1);
+  EXPECT_EQ(watchdog_.deadline(kLookup, 1), std::nullopt);
+}
+
+TEST_F(WatchdogTest, CountsTheOldestOfSeveralStepsInFlight) {
+  watchdog_.OnArmed(kLookup, 1);
+  clock_.Advance(kTimeout / 2);
+  watchdog_.OnArmed(kLookup, 2);
+  EXPECT_THAT(Poll(), ElementsAre(Watchdog::Finding{Kind::kWarning, kLookup, 1,
+                                                    kTimeout / 2}));
+  watchdog_.OnEnded(kLookup, 1, 1);
+  Poll();
+  clock_.Advance(kTimeout / 2);
+  EXPECT_THAT(Poll(), ElementsAre(Watchdog::Finding{Kind::kWarning, kLookup, 2,
+                                                    kTimeout / 2}));
+}
+
+TEST_F(WatchdogTest, KnowsTheDeadlineOfEachStepInFlight) {
+  const Clock::TimePoint first_armed_at = clock_.Now();
+  watchdog_.OnArmed(kLookup, 1);
+  clock_.Advance(seconds(1));
+  watchdog_.OnArmed(kLookup, 2);
+  EXPECT_EQ(watchdog_.deadline(kLookup, 1), first_armed_at + kTimeout);
+  EXPECT_EQ(watchdog_.deadline(kLookup, 2),
+            first_armed_at + seconds(1) + kTimeout);
+}
+
+TEST_F(WatchdogTest, OneReportMayEndSeveralSteps) {
+  watchdog_.OnArmed(kLookup, 1);
+  watchdog_.OnArmed(kLookup, 2);
+  watchdog_.OnArmed(kLookup, 3);
+  watchdog_.OnEnded(kLookup, 2, 2);
+  EXPECT_EQ(watchdog_.deadline(kLookup, 1), std::nullopt);
+  EXPECT_EQ(watchdog_.deadline(kLookup, 2), std::nullopt);
+  EXPECT_NE(watchdog_.deadline(kLookup, 3), std::nullopt);
 }
 
 TEST_F(WatchdogTest, RearmingStartsTheTimeAnew) {
   watchdog_.OnArmed(kLookup, 1);
   clock_.Advance(kTimeout - kTick);
-  watchdog_.OnCompleted(kLookup);
+  watchdog_.OnEnded(kLookup, 1, 1);
   watchdog_.OnArmed(kLookup, 2);
   clock_.Advance(kTimeout / 2 - kTick);
   EXPECT_THAT(Poll(), IsEmpty());
