@@ -84,9 +84,12 @@ def initialize(ctx: AsyncEmbContextHandle) -> None:
         ValueError: a rank was refused (for example the number of ranks), or the mesh is made of CPU
             devices of several processes.
         RuntimeError: a rank failed or did not come within half an hour; or the contexts are up but
-            failed earlier: `destroy` them first.
+            failed earlier: `destroy` them first; or, on GPUs, an environment variable that NCCL or
+            CUDA has read by now breaks its rule.
         ImportError: the native module is not built for the mesh's platform.
     """
+    if ctx.platform == "CUDA":
+        native.require_gpu_environment()
     require_single_process_cpu(ctx)
     api = native.load(ctx.platform)
     with _lock:
