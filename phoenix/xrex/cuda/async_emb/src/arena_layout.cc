@@ -78,6 +78,13 @@ std::size_t RegionBytes(const PipelineSpec& spec, Region region,
   throw AsyncEmbError(ErrorCode::kInternal, "async_emb: unknown arena region");
 }
 
+// The region that holds, before an all-to-all, what this one holds after it.
+std::optional<Region> SentAs(Region region) {
+  if (region == Region::kLookupEmbeddings) return Region::kLookupSend;
+  if (region == Region::kUpdateGradients) return Region::kUpdateSend;
+  return std::nullopt;
+}
+
 // The first offset at or behind offset + bytes that is aligned.
 std::size_t AlignedEnd(Region region, std::size_t offset, std::size_t bytes) {
   constexpr std::size_t kMaxBytes = std::numeric_limits<std::int64_t>::max();
@@ -116,8 +123,12 @@ ArenaLayout::ArenaLayout(const PipelineSpec& spec, std::size_t scratch_bytes) {
   for (int i = 0; i < kNumRegions; ++i) {
     const auto region = static_cast<Region>(i);
     Entry& entry = entries_[static_cast<std::size_t>(i)];
-    entry.offset = total_bytes_;
     entry.bytes = RegionBytes(spec, region, scratch_bytes);
+    if (const auto sent = SentAs(region); sent && spec.world_size == 1) {
+      entry.offset = offset(*sent);
+      continue;
+    }
+    entry.offset = total_bytes_;
     total_bytes_ = AlignedEnd(region, entry.offset, entry.bytes);
   }
 }

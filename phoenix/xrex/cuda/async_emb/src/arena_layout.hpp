@@ -15,7 +15,8 @@ namespace xrex::async_emb {
 
 // R, T, N, W, w, U as in PipelineSpec.
 enum class Region : std::uint8_t {
-  // Regions that a snapshot can show; they never share space.
+  // Regions that a snapshot can show. They never share space, but that a single
+  // rank receives what it sends where it lies.
   kLookupIds,         // i32 [N]        ids of all ranks, rank after rank
   kLookupSend,        // bf16 [N, w]    own columns of every token's row
   kLookupEmbeddings,  // bf16 [R, T, w] own tokens' columns, rank after rank

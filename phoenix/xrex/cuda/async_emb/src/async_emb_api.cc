@@ -13,8 +13,7 @@
 #include "phoenix/xrex/cuda/async_emb/src/async_emb_ffi.hpp"
 #include "phoenix/xrex/cuda/async_emb/src/comm_utils.hpp"
 #include "phoenix/xrex/cuda/async_emb/src/errors.hpp"
-#include "phoenix/xrex/cuda/async_emb/src/host_backend.hpp"
-#include "phoenix/xrex/cuda/async_emb/src/str_cat.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/platform_backends.hpp"
 
 namespace xrex::async_emb {
 namespace {
@@ -35,8 +34,8 @@ void Translate(const std::exception_ptr& pointer, void* /*payload*/) {
 
 nb::dict FfiHandlers(const std::string& platform) {
   nb::dict handlers;
-  if (platform != "cpu") return handlers;
-  for (const FfiTarget& target : CpuFfiTargets()) {
+  if (!Registry::Global().HasBackend(platform)) return handlers;
+  for (const FfiTarget& target : FfiTargets(platform)) {
     handlers[target.name] =
         nb::capsule(target.handler, "xla._CUSTOM_CALL_TARGET");
   }
@@ -88,15 +87,6 @@ nb::bytes TestSnapshot(std::int64_t context_id, const std::string& region,
     bytes = chosen->Snapshot(region);
   }
   return nb::bytes(bytes.data(), bytes.size());
-}
-
-[[noreturn]] void RefuseNccl(const char* call) {
-  throw AsyncEmbError(
-      ErrorCode::kFailedPrecondition,
-      StrCat(
-          "async_emb: ", call,
-          "() needs the CUDA backend, which is not in this build: build with "
-          "--config=cuda"));
 }
 
 void BindHostCalls(nb::module_& module) {
@@ -161,17 +151,19 @@ void BindHostCalls(nb::module_& module) {
 NB_MODULE(async_emb_api, module) {
   module.doc() = "The native part of async_emb.";
   nb::register_exception_translator(&Translate, nullptr);
-  Registry::Global().AddBackend(std::make_unique<HostBackend>());
+  for (auto& backend : PlatformBackends()) {
+    Registry::Global().AddBackend(std::move(backend));
+  }
   BindContext(module);
   BindHostCalls(module);
   module.def("ffi_handlers", &FfiHandlers, "platform"_a,
              "The FFI handlers of a platform: {target name: capsule}; empty if "
              "it is not there.");
   module.def(
-      "nccl_version", [] { RefuseNccl("nccl_version"); },
+      "nccl_version", [] { return NcclVersion(); },
       "The version of the NCCL library in use, as NCCL encodes it.");
   module.def(
-      "nccl_library_path", [] { RefuseNccl("nccl_library_path"); },
+      "nccl_library_path", [] { return NcclLibraryPath(); },
       "The path of the NCCL library in use.");
 }
 

@@ -12,7 +12,8 @@
 namespace xrex::async_emb {
 namespace {
 
-constexpr std::chrono::seconds kTeardownLimit{30};
+// Leaves the communicator some of the 30 s that a destruction may take.
+constexpr std::chrono::seconds kTeardownLimit{25};
 
 // The clock may be injected, so a wait looks at it again after this much real
 // time.
@@ -52,8 +53,7 @@ AsyncEmbContext::AsyncEmbContext(const ContextConfig& config,
       watchdog_(clock, config.timeout) {
   Device& device = *resources_->device;
   resources_->arena = device.AllocateArena(layout_.total_bytes());
-  device.BindScratch(region<std::byte>(Region::kScratch),
-                     layout_.bytes(Region::kScratch));
+  device.BindScratch(region<std::byte>(Region::kScratch), spec_);
   for (const Pipeline pipeline : {Pipeline::kLookup, Pipeline::kUpdate}) {
     Lane& of_pipeline = lane(pipeline);
     of_pipeline.guard = device.NewGuard(pipeline);
@@ -75,6 +75,8 @@ AsyncEmbContext::~AsyncEmbContext() {
                     ": its side stream did not end in time; leaking it and ",
                     layout_.total_bytes(), " bytes of arena"));
   static_cast<void>(resources_.release());
+  // Nor can the communicator go whose kernels still run.
+  static_cast<void>(new std::shared_ptr<Communicator>(communicator()));
 }
 
 void AsyncEmbContext::Close(std::chrono::steady_clock::time_point limit) {
@@ -320,6 +322,7 @@ void AsyncEmbContext::AdoptErrors() {
   const std::shared_ptr<Communicator> comm = communicator();
   if (comm == nullptr) return;
   std::optional<std::string> found = comm->PollError();
+  if (!found) found = resources_->device->PollError();
   if (!found) found = FindGuardFailure();
   if (!found) return;
   {

@@ -50,16 +50,17 @@ void AsyncEmbContext::BlockUntilComplete(Pipeline pipeline, std::int64_t step,
   };
   const Lane& of_pipeline = lane(pipeline);
   const auto reached = [&] { return of_pipeline.guard->reached() >= step; };
-  while (true) {
+  while (!reached()) {
     // Read before the step is looked at: one that completes in time never
     // counts as late, however long this thread was kept from running.
     const bool late = past_deadline();
-    if (reached() || (of_pipeline.completed->WaitFor(kClockPoll) && reached()))
-      break;
+    of_pipeline.completed->WaitFor(kClockPoll);
+    if (reached()) break;
     if (late) {
       Abort(DescribeTimeout(pipeline, step));
       throw_timeout();
     }
+    if (error()) break;  // the step may never leave a stream that is stuck
   }
   if (of_pipeline.guard->good() >= step) return;
   if (past_deadline()) throw_timeout();

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 
 #include "phoenix/xrex/cuda/async_emb/src/adagrad_params.hpp"
 #include "phoenix/xrex/cuda/async_emb/src/async_emb_comm.hpp"
@@ -218,17 +219,48 @@ XLA_FFI_Error* CpuHandler(XLA_FFI_CallFrame* call_frame) {
   return handler->Call(call_frame);
 }
 
-template <typename... Targets>
-std::vector<FfiTarget> CpuTargetsOf() {
-  return {{Targets::kName, reinterpret_cast<void*>(&CpuHandler<Targets>)}...};
+// Not for command buffers: a replay would not call us, and each call arms a
+// step of its own.
+template <typename Target>
+XLA_FFI_Error* CudaHandler(XLA_FFI_CallFrame* call_frame) {
+  static auto* const handler =
+      ffi::Ffi::Bind()
+          .Ctx<ffi::PlatformStream<void*>>()
+          .Ctx<ffi::DeviceOrdinal>()
+          .RemainingArgs()
+          .RemainingRets()
+          .Attrs()
+          .To([](void* stream, std::int32_t device_ordinal,
+                 ffi::RemainingArgs args, ffi::RemainingRets rets,
+                 ffi::Dictionary attrs) {
+            return Run<Target>(FfiCall(Target::kName, "CUDA", StreamRef{stream},
+                                       device_ordinal, args, rets, attrs));
+          })
+          .release();
+  return handler->Call(call_frame);
 }
+
+template <typename... Targets>
+struct TargetList {
+  static std::vector<FfiTarget> Cpu() {
+    return {{Targets::kName, reinterpret_cast<void*>(&CpuHandler<Targets>)}...};
+  }
+  static std::vector<FfiTarget> Cuda() {
+    return {
+        {Targets::kName, reinterpret_cast<void*>(&CudaHandler<Targets>)}...};
+  }
+};
+
+using Targets =
+    TargetList<LookupStartTarget, LookupDoneTarget, EagerUpdateStartTarget,
+               LazyUpdateStartTarget, UpdateDoneTarget, OrderTarget>;
 
 }  // namespace
 
-std::vector<FfiTarget> CpuFfiTargets() {
-  return CpuTargetsOf<LookupStartTarget, LookupDoneTarget,
-                      EagerUpdateStartTarget, LazyUpdateStartTarget,
-                      UpdateDoneTarget, OrderTarget>();
+std::vector<FfiTarget> FfiTargets(std::string_view platform) {
+  if (platform == "cpu") return Targets::Cpu();
+  if (platform == "CUDA") return Targets::Cuda();
+  return {};
 }
 
 }  // namespace xrex::async_emb

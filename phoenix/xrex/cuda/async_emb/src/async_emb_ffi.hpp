@@ -2,6 +2,7 @@
 // Python.
 #pragma once
 
+#include <string_view>
 #include <vector>
 
 namespace xrex::async_emb {
@@ -13,8 +14,8 @@ struct FfiTarget {
   void* handler;
 };
 
-// The targets for the platform "cpu", whose caller stream is the calling
-// thread.
-std::vector<FfiTarget> CpuFfiTargets();
+// The targets for "cpu", whose caller stream is the calling thread, or for
+// "CUDA"; the same names, the same checks. None for another platform.
+std::vector<FfiTarget> FfiTargets(std::string_view platform);
 
 }  // namespace xrex::async_emb

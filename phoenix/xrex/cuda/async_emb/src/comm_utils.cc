@@ -97,6 +97,11 @@ Backend& Registry::backend(std::string_view platform) {
                              "; for GPUs build with --config=cuda"));
 }
 
+bool Registry::HasBackend(std::string_view platform) {
+  std::lock_guard lock(mutex_);
+  return backends_.contains(platform);
+}
+
 void Registry::Add(ContextPtr context) {
   std::lock_guard lock(mutex_);
   const Key key{context->platform(), context->context_id(),

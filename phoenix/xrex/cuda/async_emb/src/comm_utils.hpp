@@ -37,6 +37,7 @@ class Registry {
   // that is not there.
   void AddBackend(std::unique_ptr<Backend> backend);
   Backend& backend(std::string_view platform);
+  bool HasBackend(std::string_view platform);
 
   // Under its platform, context id and device key. kFailedPrecondition if that
   // key is taken.

@@ -35,7 +35,8 @@ class Communicator {
                          void* recv, std::size_t bytes) = 0;
 
   // send [R, bytes] -> recv [R, bytes]: block i of `send` becomes this rank's
-  // block at rank i.
+  // block at rank i. They do not overlap, but that a single rank may give the
+  // same memory twice.
   virtual void AllToAll(StreamRef stream, StepGuard& guard, const void* send,
                         void* recv, std::size_t bytes) = 0;
 

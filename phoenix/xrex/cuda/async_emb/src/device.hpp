@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "phoenix/xrex/cuda/async_emb/src/adagrad_params.hpp"
@@ -236,8 +237,13 @@ class Device {
   // Bytes of Region::kScratch that the kernels below want.
   virtual std::size_t ScratchBytes(const PipelineSpec& spec) const = 0;
 
-  // Gives the kernels their scratch. Called once, before the first kernel.
-  virtual void BindScratch(std::byte* scratch, std::size_t bytes) = 0;
+  // Gives the kernels their scratch, ScratchBytes(spec) zeros. Called once,
+  // before the first guard and the first kernel.
+  virtual void BindScratch(std::byte* scratch, const PipelineSpec& spec) = 0;
+
+  // An error that the device has found by itself; what is enqueued after it
+  // does not run. Never waits.
+  virtual std::optional<std::string> PollError() const = 0;
 
   // Called before the communicator is aborted, at any time and by any thread:
   // on a device that runs on over the torn data of an aborted exchange, every

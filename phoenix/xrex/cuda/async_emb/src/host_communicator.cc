@@ -56,6 +56,7 @@ void HostCommunicator::AllToAll(StreamRef stream, StepGuard& guard,
                                 std::size_t bytes) {
   const std::size_t own_block = static_cast<std::size_t>(rank_) * bytes;
   Exchange(stream, guard, "all-to-all", bytes, send, [=](const Offers& offers) {
+    if (send == recv) return;  // one rank keeps its block where it is
     auto* to = static_cast<std::byte*>(recv);
     for (const HostRendezvous::Offer& offer : offers) {
       std::memcpy(to, static_cast<const std::byte*>(offer.data) + own_block,

@@ -139,7 +139,7 @@ std::size_t HostDevice::ScratchBytes(const PipelineSpec& spec) const {
   return host_kernels::ScratchBytes(spec);
 }
 
-void HostDevice::BindScratch(std::byte* scratch, std::size_t /*bytes*/) {
+void HostDevice::BindScratch(std::byte* scratch, const PipelineSpec& /*spec*/) {
   scratch_ = scratch;
 }
 

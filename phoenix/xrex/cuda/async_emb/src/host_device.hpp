@@ -67,7 +67,8 @@ class HostDevice : public Device {
   std::unique_ptr<StepGuard> NewGuard(Pipeline pipeline) override;
   std::shared_ptr<std::byte> AllocateArena(std::size_t bytes) override;
   std::size_t ScratchBytes(const PipelineSpec& spec) const override;
-  void BindScratch(std::byte* scratch, std::size_t bytes) override;
+  void BindScratch(std::byte* scratch, const PipelineSpec& spec) override;
+  std::optional<std::string> PollError() const override { return std::nullopt; }
   // Nothing to do: here an exchange that is aborted fails its own guard, and
   // all ranks complete one together or none does.
   void FailGuards() override {}

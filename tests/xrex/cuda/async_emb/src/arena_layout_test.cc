@@ -76,6 +76,32 @@ TEST(ArenaLayoutTest, NoTwoRegionsShareSpace) {
   EXPECT_GE(layout.total_bytes(), end);
 }
 
+TEST(ArenaLayoutTest, ASingleRankReceivesWhereItSends) {
+  PipelineSpec spec = OddSpec();
+  spec.world_size = 1;
+  const ArenaLayout layout(spec, kScratchBytes);
+  EXPECT_EQ(layout.offset(Region::kLookupEmbeddings),
+            layout.offset(Region::kLookupSend));
+  EXPECT_EQ(layout.offset(Region::kUpdateGradients),
+            layout.offset(Region::kUpdateSend));
+}
+
+TEST(ArenaLayoutTest, NoOtherRegionsOfASingleRankShareSpace) {
+  PipelineSpec spec = OddSpec();
+  spec.world_size = 1;
+  const ArenaLayout layout(spec, kScratchBytes);
+  std::size_t end = 0;
+  for (const Region region : AllRegions()) {
+    if (region == Region::kLookupEmbeddings ||
+        region == Region::kUpdateGradients) {
+      continue;
+    }
+    EXPECT_GE(layout.offset(region), end) << RegionName(region);
+    end = layout.offset(region) + layout.bytes(region);
+  }
+  EXPECT_GE(layout.total_bytes(), end);
+}
+
 TEST(ArenaLayoutTest, WastesLessThanOneAlignmentPerRegion) {
   const ArenaLayout layout(OddSpec(), kScratchBytes);
   std::size_t used = 0;
@@ -131,7 +157,7 @@ TEST(ArenaLayoutTest, RejectsASumOfRegionsThatOverflows) {
   spec.world_size = 1;
   spec.tokens_per_rank = kMaxInt32;
   spec.shard_width = std::int64_t{1} << 30;  // one region fits, two do not
-  EXPECT_THAT(Complaint(spec, 0), HasSubstr("lookup_embeddings"));
+  EXPECT_THAT(Complaint(spec, 0), HasSubstr("update_send"));
 }
 
 TEST(ArenaLayoutTest, RejectsScratchThatOverflows) {

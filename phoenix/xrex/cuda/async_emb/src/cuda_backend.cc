@@ -1,0 +1,49 @@
+#include "phoenix/xrex/cuda/async_emb/src/cuda_backend.hpp"
+
+#include <nccl.h>
+
+#include "phoenix/xrex/cuda/async_emb/src/cuda_device.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/errors.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/nccl_communicator.hpp"
+
+namespace xrex::async_emb {
+namespace {
+
+// NCCL's own allocator gives memory that it can map on the peers.
+void* AllocateShared(std::size_t bytes) {
+  void* block = nullptr;
+  return ncclMemAlloc(&block, bytes) == ncclSuccess ? block : nullptr;
+}
+
+void ReleaseShared(void* block) { static_cast<void>(ncclMemFree(block)); }
+
+}  // namespace
+
+std::string_view CudaBackend::ResolveTransport(Transport wanted) const {
+  if (wanted != Transport::kLsa) return "NCCL";
+  throw AsyncEmbError(ErrorCode::kInvalidArgument,
+                      "async_emb: transport is 'lsa', which this build does "
+                      "not have: it must be 'auto' or 'nccl'");
+}
+
+std::unique_ptr<Device> CudaBackend::NewDevice(std::int64_t device_key) {
+  return std::make_unique<CudaDevice>(
+      device_key, CudaDevice::Allocator{.allocate = &AllocateShared,
+                                        .release = &ReleaseShared});
+}
+
+std::vector<std::string> CudaBackend::MakePayloads(std::int32_t world_size) {
+  ncclUniqueId id;
+  CheckNccl(ncclGetUniqueId(&id), "a unique id");
+  return std::vector<std::string>(
+      static_cast<std::size_t>(world_size),
+      std::string(id.internal, sizeof(id.internal)));
+}
+
+std::unique_ptr<Communicator> CudaBackend::NewCommunicator(
+    const CommunicatorConfig& config, Device& device) {
+  return std::make_unique<NcclCommunicator>(config,
+                                            static_cast<CudaDevice&>(device));
+}
+
+}  // namespace xrex::async_emb

@@ -1,0 +1,359 @@
+#include "phoenix/xrex/cuda/async_emb/src/cuda_device.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <new>
+#include <thread>
+#include <utility>
+
+#include "phoenix/xrex/cuda/async_emb/src/arena_layout.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/cuda_error_utils.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/errors.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/str_cat.hpp"
+
+namespace xrex::async_emb {
+namespace {
+
+// One a pipeline, and the one that stands in for a step that was not armed.
+constexpr std::size_t kMaxGuards = kNumPipelines + 1;
+
+constexpr std::size_t Aligned(std::size_t bytes) {
+  return (bytes + kArenaAlignment - 1) / kArenaAlignment * kArenaAlignment;
+}
+
+// Asks `is_done` until it says yes or `timeout` has passed, more and more
+// seldom.
+template <typename IsDone>
+bool PollUntil(const IsDone& is_done, std::chrono::nanoseconds timeout) {
+  using std::chrono::microseconds;
+  const auto begin = std::chrono::steady_clock::now();
+  microseconds pause{20};
+  while (!is_done()) {
+    const auto left = timeout - (std::chrono::steady_clock::now() - begin);
+    if (left <= std::chrono::nanoseconds::zero()) return false;
+    std::this_thread::sleep_for(
+        std::min<std::chrono::nanoseconds>(pause, left));
+    pause = std::min(2 * pause, microseconds(500));
+  }
+  return true;
+}
+
+// A call of the driver, which the runtime knows how to find: we do not link it,
+// so that machines without one can load this library.
+template <typename Function>
+Function FindDriverCall(const char* name) {
+  constexpr unsigned int kSinceVersion = 4000;
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result{};
+  CheckCuda(cudaGetDriverEntryPointByVersion(name, &found, kSinceVersion,
+                                             cudaEnableDefault, &result),
+            "to find a call of the driver");
+  if (result == cudaDriverEntryPointSuccess && found != nullptr) {
+    return reinterpret_cast<Function>(found);
+  }
+  throw AsyncEmbError(ErrorCode::kInternal,
+                      StrCat("async_emb: the CUDA driver has no ", name));
+}
+
+int CheckedOrdinal(std::int64_t ordinal) {
+  int count = 0;
+  CheckCuda(cudaGetDeviceCount(&count), "to count the devices");
+  if (ordinal >= 0 && ordinal < count) return static_cast<int>(ordinal);
+  throw AsyncEmbError(ErrorCode::kInvalidArgument,
+                      StrCat("async_emb: device_key is ", ordinal,
+                             ", but this process sees ", count,
+                             " CUDA devices: give the local_hardware_id of "
+                             "one of them"));
+}
+
+}  // namespace
+
+CudaDeviceScope::CudaDeviceScope(int ordinal) {
+  static const auto get_current =
+      FindDriverCall<decltype(&cuCtxGetCurrent)>("cuCtxGetCurrent");
+  get_current(&previous_);
+  CheckCuda(cudaSetDevice(ordinal), "to make a device current");
+}
+
+CudaDeviceScope::~CudaDeviceScope() {
+  static const auto set_current =
+      FindDriverCall<decltype(&cuCtxSetCurrent)>("cuCtxSetCurrent");
+  set_current(previous_);
+}
+
+CudaStream::CudaStream(int ordinal) : ordinal_(ordinal) {
+  const CudaDeviceScope scope(ordinal_);
+  int lowest = 0;
+  int highest = 0;
+  CheckCuda(cudaDeviceGetStreamPriorityRange(&lowest, &highest),
+            "to tell its stream priorities");
+  CheckCuda(
+      cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, highest),
+      "a stream");
+}
+
+CudaStream::~CudaStream() {
+  const CudaDeviceScope scope(ordinal_);
+  static_cast<void>(cudaStreamDestroy(stream_));
+}
+
+bool CudaStream::Stop(std::chrono::nanoseconds timeout) {
+  return PollUntil(
+      [this] { return cudaStreamQuery(stream_) != cudaErrorNotReady; },
+      timeout);
+}
+
+CudaEvent::CudaEvent(int ordinal) : ordinal_(ordinal) {
+  const CudaDeviceScope scope(ordinal_);
+  CheckCuda(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming),
+            "an event");
+}
+
+CudaEvent::~CudaEvent() {
+  const CudaDeviceScope scope(ordinal_);
+  static_cast<void>(cudaEventDestroy(event_));
+}
+
+bool CudaEvent::IsComplete() const {
+  return cudaEventQuery(event_) != cudaErrorNotReady;
+}
+
+bool CudaEvent::WaitFor(std::chrono::nanoseconds timeout) const {
+  return PollUntil([this] { return IsComplete(); }, timeout);
+}
+
+MappedBlock::MappedBlock(int ordinal, std::size_t bytes) {
+  const CudaDeviceScope scope(ordinal);
+  void* block = nullptr;
+  CheckCuda(
+      cudaHostAlloc(&block, bytes, cudaHostAllocMapped | cudaHostAllocPortable),
+      "mapped host memory");
+  bytes_ = static_cast<std::byte*>(block);
+  std::fill_n(bytes_, bytes, std::byte{0});
+}
+
+MappedBlock::~MappedBlock() { static_cast<void>(cudaFreeHost(bytes_)); }
+
+struct CudaDevice::MappedWords {
+  std::array<StepWords, kMaxGuards> guards;
+  StepCounters counters;
+};
+
+struct CudaDevice::DeviceWords {
+  std::array<cuda_kernels::StepDecision, kMaxGuards> decisions;
+  cuda_kernels::Counters counters;
+};
+
+// The kernels write what the host reads as StepCounters.
+static_assert(sizeof(StepCounters) == sizeof(cuda_kernels::Counters));
+static_assert(std::atomic<std::int64_t>::is_always_lock_free);
+static_assert(std::atomic<float>::is_always_lock_free);
+
+class CudaDevice::Guard final : public StepGuard {
+ public:
+  Guard(Pipeline pipeline, StepWords* words,
+        cuda_kernels::StepDecision* decision)
+      : StepGuard(pipeline, words),
+        view_{.pipeline = pipeline, .words = words, .decision = decision} {}
+
+  static const cuda_kernels::GuardView& ViewOf(const StepGuard& guard) {
+    return static_cast<const Guard&>(guard).view_;
+  }
+
+ private:
+  const cuda_kernels::GuardView view_;
+};
+
+CudaDevice::CudaDevice(std::int64_t ordinal, Allocator allocator)
+    : ordinal_(CheckedOrdinal(ordinal)),
+      allocator_(std::move(allocator)),
+      mapped_(ordinal_, sizeof(MappedWords)),
+      read_back_(ordinal_) {
+  new (mapped_.get()) MappedWords{};
+  const CudaDeviceScope scope(ordinal_);
+  cuda_kernels::LoadKernels();
+}
+
+CudaDevice::MappedWords& CudaDevice::mapped() const {
+  return *std::launder(reinterpret_cast<MappedWords*>(mapped_.get()));
+}
+
+std::unique_ptr<Stream> CudaDevice::NewSideStream() {
+  return std::make_unique<CudaStream>(ordinal_);
+}
+
+std::unique_ptr<Event> CudaDevice::NewEvent() {
+  return std::make_unique<CudaEvent>(ordinal_);
+}
+
+std::unique_ptr<StepGuard> CudaDevice::NewGuard(Pipeline pipeline) {
+  const std::size_t index = num_guards_++;
+  return std::make_unique<Guard>(pipeline, &mapped().guards.at(index),
+                                 &words_->decisions.at(index));
+}
+
+std::shared_ptr<std::byte> CudaDevice::AllocateArena(std::size_t bytes) {
+  const CudaDeviceScope scope(ordinal_);
+  void* block = allocator_.allocate(bytes);
+  if (block == nullptr) {
+    throw AsyncEmbError(
+        ErrorCode::kResourceExhausted,
+        StrCat("async_emb: the arena of ", bytes,
+               " bytes could not be allocated on CUDA device ", ordinal_,
+               ": free memory (XLA takes most of it unless "
+               "XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise), or make "
+               "tokens_per_batch, emb_width or num_unique smaller"));
+  }
+  std::shared_ptr<std::byte> arena(
+      static_cast<std::byte*>(block),
+      [ordinal = ordinal_, release = allocator_.release](std::byte* freed) {
+        const CudaDeviceScope scope_of_release(ordinal);
+        release(freed);
+      });
+  CheckCuda(cudaMemset(block, 0, bytes), "to zero the arena");
+  CheckCuda(cudaDeviceSynchronize(), "to zero the arena");
+  return arena;
+}
+
+std::size_t CudaDevice::ScratchBytes(const PipelineSpec& spec) const {
+  const CudaDeviceScope scope(ordinal_);
+  const auto parts = spec.deterministic && spec.world_size > 1
+                         ? static_cast<std::size_t>(spec.world_size) *
+                               static_cast<std::size_t>(spec.num_unique + 1)
+                         : 0;
+  return Aligned(sizeof(DeviceWords)) + Aligned(parts * sizeof(float)) +
+         cuda_kernels::ScratchBytes(spec);
+}
+
+void CudaDevice::BindScratch(std::byte* scratch, const PipelineSpec& spec) {
+  const CudaDeviceScope scope(ordinal_);
+  words_ = reinterpret_cast<DeviceWords*>(scratch);
+  rank_parts_ =
+      reinterpret_cast<float*>(scratch + Aligned(sizeof(DeviceWords)));
+  // The kernels' own comes last.
+  kernel_scratch_ =
+      scratch + (ScratchBytes(spec) - cuda_kernels::ScratchBytes(spec));
+}
+
+std::optional<std::string> CudaDevice::PollError() const {
+  // Any call tells of an error that no later call can get past.
+  const cudaError_t of_stream = cudaStreamQuery(read_back_.get());
+  if (of_stream == cudaSuccess || of_stream == cudaErrorNotReady) {
+    return std::nullopt;
+  }
+  return StrCat("CUDA device ", ordinal_,
+                " has failed: ", cudaGetErrorName(of_stream), " (",
+                cudaGetErrorString(of_stream), ")");
+}
+
+void CudaDevice::FailGuards() {
+  for (std::size_t i = 0; i < num_guards_; ++i) {
+    StepGuard(Pipeline::kLookup, &mapped().guards[i]).Fail();
+  }
+}
+
+void CudaDevice::Record(Event& event, StreamRef stream) {
+  const CudaDeviceScope scope(ordinal_);
+  CheckCuda(cudaEventRecord(static_cast<CudaEvent&>(event).get(),
+                            CudaStreamOf(stream)),
+            "to record an event");
+}
+
+void CudaDevice::Wait(StreamRef stream, const Event& event) {
+  const CudaDeviceScope scope(ordinal_);
+  CheckCuda(cudaStreamWaitEvent(CudaStreamOf(stream),
+                                static_cast<const CudaEvent&>(event).get(), 0),
+            "to let a stream wait");
+}
+
+void CudaDevice::Copy(StreamRef stream, void* dst, const void* src,
+                      std::size_t bytes) {
+  const CudaDeviceScope scope(ordinal_);
+  CheckCuda(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToDevice,
+                            CudaStreamOf(stream)),
+            "a copy");
+}
+
+void CudaDevice::Zero(StreamRef stream, void* dst, std::size_t bytes) {
+  const CudaDeviceScope scope(ordinal_);
+  CheckCuda(cudaMemsetAsync(dst, 0, bytes, CudaStreamOf(stream)), "a memset");
+}
+
+void CudaDevice::EndStep(StreamRef stream, StepGuard& guard,
+                         std::int64_t step) {
+  const CudaDeviceScope scope(ordinal_);
+  cuda_kernels::EndStep(
+      CudaStreamOf(stream), Guard::ViewOf(guard), step, &words_->counters,
+      reinterpret_cast<cuda_kernels::Counters*>(&mapped().counters));
+}
+
+void CudaDevice::ReadBack(void* dst, const void* src, std::size_t bytes) {
+  const CudaDeviceScope scope(ordinal_);
+  const cudaStream_t stream = read_back_.get();
+  CheckCuda(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToHost, stream),
+            "to copy the arena to the host");
+  CheckCuda(cudaStreamSynchronize(stream), "to copy the arena to the host");
+}
+
+void CudaDevice::CheckRank(StreamRef stream, StepGuard& guard,
+                           const std::int32_t* came, std::int32_t expected) {
+  const CudaDeviceScope scope(ordinal_);
+  cuda_kernels::CheckRank(CudaStreamOf(stream), Guard::ViewOf(guard), came,
+                          expected);
+}
+
+// Kernels that only read the caller's arrays and write the arena run in a
+// failed step too: the host enqueues without knowing how it goes.
+void CudaDevice::GatherRows(StreamRef stream, const StepGuard& /*guard*/,
+                            const GatherArgs& args) {
+  const CudaDeviceScope scope(ordinal_);
+  cuda_kernels::GatherRows(CudaStreamOf(stream), args, &words_->counters);
+}
+
+void CudaDevice::CombineSlices(StreamRef stream, const StepGuard& guard,
+                               const SliceShape& shape, const Bf16Bits* slices,
+                               Bf16Bits* out) {
+  const CudaDeviceScope scope(ordinal_);
+  cuda_kernels::CombineSlices(CudaStreamOf(stream), Guard::ViewOf(guard), shape,
+                              slices, out);
+}
+
+void CudaDevice::RouteGradients(StreamRef stream, const StepGuard& /*guard*/,
+                                const SliceShape& shape, const Bf16Bits* grads,
+                                Bf16Bits* slices) {
+  const CudaDeviceScope scope(ordinal_);
+  cuda_kernels::RouteGradients(CudaStreamOf(stream), shape, grads, slices);
+}
+
+void CudaDevice::CheckUpdate(StreamRef stream, const StepGuard& guard,
+                             const UpdateCheckArgs& args) {
+  const CudaDeviceScope scope(ordinal_);
+  cuda_kernels::CheckUpdate(CudaStreamOf(stream), Guard::ViewOf(guard), args,
+                            kernel_scratch_, &words_->counters);
+}
+
+void CudaDevice::SumSegments(StreamRef stream, const StepGuard& /*guard*/,
+                             const SegmentSumArgs& args) {
+  const CudaDeviceScope scope(ordinal_);
+  cuda_kernels::SumSegments(CudaStreamOf(stream), args, kernel_scratch_);
+}
+
+void CudaDevice::ApplyAdagrad(StreamRef stream, const StepGuard& guard,
+                              const ApplyArgs& args) {
+  const CudaDeviceScope scope(ordinal_);
+  cuda_kernels::ApplyAdagrad(CudaStreamOf(stream), Guard::ViewOf(guard), args,
+                             kernel_scratch_, &words_->counters);
+}
+
+void CudaDevice::WriteResult(StreamRef stream, const StepGuard& guard,
+                             const UpdateResult* result, float* norm,
+                             std::int32_t* valid) {
+  const CudaDeviceScope scope(ordinal_);
+  cuda_kernels::WriteResult(CudaStreamOf(stream), Guard::ViewOf(guard), result,
+                            norm, valid);
+}
+
+const StepCounters& CudaDevice::counters() const { return mapped().counters; }
+
+}  // namespace xrex::async_emb

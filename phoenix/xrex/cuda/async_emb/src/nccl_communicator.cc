@@ -1,0 +1,253 @@
+#include "phoenix/xrex/cuda/async_emb/src/nccl_communicator.hpp"
+
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+#include <utility>
+
+#include "phoenix/xrex/cuda/async_emb/src/async_emb_kernel.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/errors.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/log.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/nccl_environment.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/nccl_library.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/str_cat.hpp"
+
+namespace xrex::async_emb {
+namespace {
+
+using SteadyTime = std::chrono::steady_clock;
+
+// To put a call's work on the stream, which waits for no device and no peer.
+constexpr std::chrono::seconds kEnqueueLimit{60};
+constexpr std::chrono::seconds kCloseLimit{5};
+
+ncclUniqueId UniqueIdOf(const std::vector<std::string>& payloads) {
+  const std::string& payload = payloads.at(0);
+  ncclUniqueId id;
+  if (payload.size() != sizeof(id)) {
+    throw AsyncEmbError(
+        ErrorCode::kInvalidArgument,
+        StrCat("async_emb: payload 0 has ", payload.size(),
+               " bytes, but NCCL's unique id has ", sizeof(id),
+               ": give handshake what the last reset of rank 0 returned"));
+  }
+  std::memcpy(&id, payload.data(), sizeof(id));
+  return id;
+}
+
+// NCCL mostly ends in some microseconds what it has in progress.
+class Backoff {
+ public:
+  void Pause() {
+    if (++num_pauses_ < kYields) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  }
+
+ private:
+  static constexpr int kYields = 1000;
+  int num_pauses_ = 0;
+};
+
+}  // namespace
+
+void CheckNccl(ncclResult_t result, const char* what) {
+  if (result == ncclSuccess) return;
+  throw AsyncEmbError(ErrorCode::kInternal,
+                      StrCat("async_emb: NCCL refused ", what, ": ",
+                             ncclGetErrorString(result)));
+}
+
+NcclCommunicator::NcclCommunicator(const CommunicatorConfig& config,
+                                   CudaDevice& device)
+    : config_(config), device_(device), handle_(std::make_shared<Handle>()) {}
+
+NcclCommunicator::~NcclCommunicator() {
+  try {
+    CloseInOrder();
+  } catch (const std::exception& error) {
+    LogWarning(error.what());
+  }
+}
+
+void NcclCommunicator::Connect(const std::vector<std::string>& payloads,
+                               std::shared_ptr<std::byte> arena,
+                               std::size_t arena_bytes, const Clock& clock,
+                               Clock::TimePoint deadline) {
+  RequireNcclEnvironment([](const char* name) { return std::getenv(name); });
+  RequireUsableNccl();
+  const ncclUniqueId id = UniqueIdOf(payloads);
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = 0;
+  config.minCTAs = config_.min_ctas;
+  config.maxCTAs = config_.max_ctas;
+
+  const CudaDeviceScope scope(device_.ordinal());
+  const auto is_late = [&] { return clock.Now() >= deadline; };
+  std::lock_guard lock(handle_->mutex);
+  if (aborted()) Throw(ncclSuccess, "to connect");
+  handle_->arena = std::move(arena);
+  const ncclResult_t connected =
+      Await(ncclCommInitRankConfig(&handle_->comm, config_.world_size, id,
+                                   config_.rank, &config),
+            is_late);
+  if (connected == ncclInProgress && !aborted()) {
+    throw AsyncEmbError(
+        ErrorCode::kTimeout,
+        StrCat("async_emb: handshake timed out: rank ", config_.rank,
+               " waits for ", config_.world_size - 1, " peers"));
+  }
+  if (connected != ncclSuccess || aborted()) Throw(connected, "to connect");
+  const ncclResult_t registered =
+      Await(ncclCommRegister(handle_->comm, handle_->arena.get(), arena_bytes,
+                             &registration_),
+            is_late);
+  if (registered != ncclSuccess) Throw(registered, "to register the arena");
+}
+
+template <typename IsLate>
+ncclResult_t NcclCommunicator::Await(ncclResult_t result,
+                                     const IsLate& is_late) const {
+  Backoff backoff;
+  while (result == ncclInProgress && !aborted() && !is_late()) {
+    backoff.Pause();
+    const ncclResult_t asked = ncclCommGetAsyncError(handle_->comm, &result);
+    if (asked != ncclSuccess) return asked;
+  }
+  return result;
+}
+
+void NcclCommunicator::Throw(ncclResult_t result, const char* what) const {
+  if (const std::optional<std::string> reason = PollError(); aborted()) {
+    throw AsyncEmbError(
+        ErrorCode::kAborted,
+        StrCat("async_emb communicator aborted: ", reason.value_or("")));
+  }
+  const char* const detail = ncclGetLastError(nullptr);
+  throw AsyncEmbError(
+      ErrorCode::kInternal,
+      StrCat("async_emb: NCCL refused ", what, ": ", ncclGetErrorString(result),
+             detail == nullptr || *detail == '\0' ? "" : ": ",
+             detail == nullptr ? "" : detail));
+}
+
+void NcclCommunicator::Enqueue(StepGuard& guard, const char* what,
+                               const Call& call) {
+  const CudaDeviceScope scope(device_.ordinal());
+  std::lock_guard lock(handle_->mutex);
+  if (aborted() || handle_->comm == nullptr) return guard.Fail();
+  const auto limit = SteadyTime::now() + kEnqueueLimit;
+  const ncclResult_t result = Await(
+      call(handle_->comm), [limit] { return SteadyTime::now() >= limit; });
+  if (aborted()) return guard.Fail();
+  if (result != ncclSuccess) Throw(result, what);
+}
+
+void NcclCommunicator::AllGather(StreamRef stream, StepGuard& guard,
+                                 const void* send, void* recv,
+                                 std::size_t bytes) {
+  Enqueue(guard, "an all-gather", [=](ncclComm_t comm) {
+    return ncclAllGather(send, recv, bytes, ncclChar, comm,
+                         CudaStreamOf(stream));
+  });
+}
+
+void NcclCommunicator::AllToAll(StreamRef stream, StepGuard& guard,
+                                const void* send, void* recv,
+                                std::size_t bytes) {
+  if (send == recv) return;  // one rank keeps its block where it is
+  Enqueue(guard, "an all-to-all", [=](ncclComm_t comm) {
+    return ncclAlltoAll(send, recv, bytes, ncclChar, comm,
+                        CudaStreamOf(stream));
+  });
+}
+
+void NcclCommunicator::AllReduceSum(StreamRef stream, StepGuard& guard,
+                                    const float* send, float* recv,
+                                    std::size_t count, bool fixed_order) {
+  if (!fixed_order || config_.world_size == 1) {
+    return Enqueue(guard, "an all-reduce", [=](ncclComm_t comm) {
+      return ncclAllReduce(send, recv, count, ncclFloat, ncclSum, comm,
+                           CudaStreamOf(stream));
+    });
+  }
+  // NCCL's order of sums is its own: every rank sums what all have.
+  float* const parts = device_.rank_parts();
+  Enqueue(guard, "an all-gather", [=](ncclComm_t comm) {
+    return ncclAllGather(send, parts, count, ncclFloat, comm,
+                         CudaStreamOf(stream));
+  });
+  const CudaDeviceScope scope(device_.ordinal());
+  cuda_kernels::ReduceRanks(CudaStreamOf(stream), parts, config_.world_size,
+                            count, recv);
+}
+
+std::optional<std::string> NcclCommunicator::PollError() const {
+  {
+    std::lock_guard lock(reason_mutex_);
+    if (abort_reason_) return abort_reason_;
+  }
+  // Whoever has the mutex finds an error itself.
+  const std::unique_lock lock(handle_->mutex, std::try_to_lock);
+  if (!lock.owns_lock() || handle_->comm == nullptr) return std::nullopt;
+  ncclResult_t found = ncclSuccess;
+  const ncclResult_t asked = ncclCommGetAsyncError(handle_->comm, &found);
+  if (asked != ncclSuccess) found = asked;
+  if (found == ncclSuccess || found == ncclInProgress) return std::nullopt;
+  return StrCat("NCCL has failed: ", ncclGetErrorString(found));
+}
+
+void NcclCommunicator::Abort(std::string_view reason) {
+  {
+    std::lock_guard lock(reason_mutex_);
+    if (abort_reason_) return;
+    abort_reason_ = reason;
+  }
+  // From here on nobody waits for NCCL with the handle's mutex.
+  aborted_.store(true, std::memory_order_release);
+  AbortHandle();
+}
+
+// NCCL may wait for the device to come to rest: not on the caller's time.
+void NcclCommunicator::AbortHandle() {
+  std::thread([handle = handle_, ordinal = device_.ordinal()] {
+    std::lock_guard lock(handle->mutex);
+    if (handle->comm != nullptr) {
+      const CudaDeviceScope scope(ordinal);
+      static_cast<void>(ncclCommAbort(handle->comm));
+      handle->comm = nullptr;
+    }
+    handle->arena.reset();
+  }).detach();
+}
+
+void NcclCommunicator::CloseInOrder() {
+  const auto limit = SteadyTime::now() + kCloseLimit;
+  const auto is_late = [limit] { return SteadyTime::now() >= limit; };
+  if (!aborted()) {
+    const CudaDeviceScope scope(device_.ordinal());
+    std::lock_guard lock(handle_->mutex);
+    if (handle_->comm == nullptr) return;
+    if (registration_ != nullptr) {
+      Await(ncclCommDeregister(handle_->comm, registration_), is_late);
+    }
+    const ncclResult_t at_rest =
+        Await(ncclCommFinalize(handle_->comm), is_late);
+    if (at_rest == ncclSuccess) {
+      ncclCommDestroy(std::exchange(handle_->comm, nullptr));
+      handle_->arena.reset();
+      return;
+    }
+  }
+  Abort("it was closed");  // if it was not before
+  Backoff backoff;
+  while (!is_late()) {
+    const std::unique_lock lock(handle_->mutex, std::try_to_lock);
+    if (lock.owns_lock() && handle_->comm == nullptr) return;
+    backoff.Pause();
+  }
+}
+
+}  // namespace xrex::async_emb

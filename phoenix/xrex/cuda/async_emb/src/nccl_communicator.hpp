@@ -1,0 +1,88 @@
+// L2, CUDA backend: a communicator of our own that never blocks its caller for
+// longer than it takes to enqueue.
+//
+// Steps are enqueued by one thread at a time; any thread polls and aborts.
+#pragma once
+
+#include <nccl.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "phoenix/xrex/cuda/async_emb/src/backend.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/communicator.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/cuda_device.hpp"
+
+namespace xrex::async_emb {
+
+// Throws kInternal unless `result` is success. `what` is the call.
+void CheckNccl(ncclResult_t result, const char* what);
+
+class NcclCommunicator final : public Communicator {
+ public:
+  // `device` outlives the communicator.
+  NcclCommunicator(const CommunicatorConfig& config, CudaDevice& device);
+  // Finalizes and destroys what NCCL has, or aborts it if it does not come to
+  // rest in 5 s; an abort that takes longer goes on by itself.
+  ~NcclCommunicator() override;
+
+  NcclCommunicator(const NcclCommunicator&) = delete;
+  NcclCommunicator& operator=(const NcclCommunicator&) = delete;
+
+  void Connect(const std::vector<std::string>& payloads,
+               std::shared_ptr<std::byte> arena, std::size_t arena_bytes,
+               const Clock& clock, Clock::TimePoint deadline) override;
+  void AllGather(StreamRef stream, StepGuard& guard, const void* send,
+                 void* recv, std::size_t bytes) override;
+  void AllToAll(StreamRef stream, StepGuard& guard, const void* send,
+                void* recv, std::size_t bytes) override;
+  void AllReduceSum(StreamRef stream, StepGuard& guard, const float* send,
+                    float* recv, std::size_t count, bool fixed_order) override;
+  std::optional<std::string> PollError() const override;
+  // NCCL does not say which peer is missing.
+  std::string DescribeStall() const override { return {}; }
+  void Abort(std::string_view reason) override;
+
+ private:
+  // What an abort that goes on by itself still needs.
+  struct Handle {
+    std::mutex mutex;  // one call of NCCL at a time
+    // Both guarded by mutex. The arena goes after the communicator that it is
+    // registered with.
+    std::shared_ptr<std::byte> arena;
+    ncclComm_t comm = nullptr;
+  };
+  using Call = std::function<ncclResult_t(ncclComm_t)>;
+
+  // Runs `call` and returns when its work is on the stream. Fails the guard if
+  // the communicator was aborted.
+  void Enqueue(StepGuard& guard, const char* what, const Call& call);
+  // Polls NCCL until a call that is in progress has ended, the communicator was
+  // aborted, or `is_late` says so. To be called with the handle's mutex.
+  template <typename IsLate>
+  ncclResult_t Await(ncclResult_t result, const IsLate& is_late) const;
+  [[noreturn]] void Throw(ncclResult_t result, const char* what) const;
+  void CloseInOrder();
+  void AbortHandle();
+  bool aborted() const { return aborted_.load(std::memory_order_acquire); }
+
+  const CommunicatorConfig config_;
+  CudaDevice& device_;
+  const std::shared_ptr<Handle> handle_;
+  void* registration_ = nullptr;  // of the arena; guarded by handle_->mutex
+
+  mutable std::mutex reason_mutex_;
+  std::optional<std::string> abort_reason_;  // guarded by reason_mutex_
+  std::atomic<bool> aborted_{false};
+};
+
+}  // namespace xrex::async_emb
