@@ -6,6 +6,8 @@ import pytest
 
 from xrex.train.cpu_devices import cpu_mesh
 
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs CPU devices")
+
 NUM_DEVICES = len(jax.devices())  # from now on JAX has as many as the test was started with
 
 

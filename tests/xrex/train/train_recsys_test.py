@@ -9,12 +9,17 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import matplotlib.image
 import pytest
 from absl import flags
 from absl.testing import flagsaver
 
 from xrex.train import train_recsys
+
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "cpu", reason="the program trains on CPU devices"
+)
 
 SMALL = (
     "--dataset=zipf",

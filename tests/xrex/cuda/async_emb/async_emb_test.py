@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from tests.xrex.cuda.async_emb.testing import BFLOAT16, make_handle, make_mesh
+from tests.xrex.cuda.async_emb.testing import BFLOAT16, make_handle, make_mesh, needs_devices
 from xrex.cuda.async_emb import async_emb
 
 ROOT = Path(__file__).parents[4]
@@ -118,6 +118,7 @@ def test_update_done_returns_norm_valid_and_a_pin():
     assert (pin.shape, pin.dtype) == ((1,), jnp.float32)
 
 
+@needs_devices(4)
 def test_outputs_vary_over_the_axes_of_the_contract():
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("replica", "x"))
     ctx = make_handle(mesh, tokens_per_batch=2 * TOKENS, emb_width=2 * SHARD, name="axes")
@@ -240,10 +241,11 @@ def test_wrong_dtype_is_a_type_error(call, changes, message):
         ),
         (lookup_start, {"table": zeros((0, SHARD), BFLOAT16)}, r"table of shape \[0, 4\]"),
         (lookup_start, {"table": zeros(SHARD, BFLOAT16)}, r"table of shape \[4\]"),
-        (
+        pytest.param(
             update_start,
             {"grads": zeros((TOKENS, SHARD), BFLOAT16)},
             r"grads of shape \[8, 4\]; the rule is \[T, W\]",
+            marks=needs_devices(2),
         ),
         (
             update_start,
@@ -352,6 +354,7 @@ def varying(x):
     return lax.pcast(x, ("x",), to="varying")
 
 
+@needs_devices(2)
 @pytest.mark.parametrize("name", ["unique_tokens", "row_state", "last_step", "pending", "step"])
 def test_replicated_operand_that_varies_is_refused(name):
     def call():
@@ -386,12 +389,14 @@ def test_call_under_a_mesh_but_outside_shard_map_is_refused(call):
         jax.eval_shape(call)
 
 
+@needs_devices(4)
 @pytest.mark.parametrize("call", CALLS)
 def test_call_over_another_mesh_is_refused(call):
     with pytest.raises(ValueError, match=r"traced under a mesh of \{'x': 2\}"):
         traced(call, mesh=make_mesh(num_ranks=2))
 
 
+@needs_devices(4)
 def test_call_over_a_mesh_with_swapped_axes_is_refused():
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     mesh, swapped = Mesh(devices, ("a", "b")), Mesh(devices, ("b", "a"))
@@ -400,6 +405,7 @@ def test_call_over_a_mesh_with_swapped_axes_is_refused():
         traced(async_emb.lookup_done, zeros(()), ctx, mesh=swapped)
 
 
+@needs_devices(4)
 def test_axis_left_to_the_compiler_is_refused():
     mesh = Mesh(
         np.array(jax.devices()[:4]).reshape(2, 2), ("r", "x"), axis_types=(AxisType.Auto,) * 2
@@ -464,7 +470,7 @@ def run_python(script: str, **env: str) -> str:
     path = os.pathsep.join([str(ROOT / "phoenix"), *sys.path])
     found = subprocess.run(
         [sys.executable, "-c", script],
-        env=clean | {"PYTHONPATH": path} | env,
+        env=clean | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"} | env,
         capture_output=True,
         text=True,
         check=True,

@@ -57,6 +57,7 @@ def test_rank_is_the_row_major_index_along_the_table_axes(table_axis):
     }
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs CPU devices")
 def test_local_ranks_on_cpu_are_keyed_by_the_global_device_id():
     devices = jax.devices()[:4][::-1]
     mesh = Mesh(np.array(devices), ("x",))

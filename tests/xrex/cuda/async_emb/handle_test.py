@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from tests.xrex.cuda.async_emb.testing import make_handle, make_mesh
+from tests.xrex.cuda.async_emb.testing import make_handle, make_mesh, needs_devices
 from xrex.cuda.async_emb import comm_utils
 from xrex.cuda.async_emb.async_emb import AsyncEmbOptions, make_context_handle
 
 NUM_RANKS = 4
+
+pytestmark = needs_devices(NUM_RANKS)
 
 
 def mesh_of(shape: dict[str, int], devices: list[jax.Device] | None = None) -> Mesh:

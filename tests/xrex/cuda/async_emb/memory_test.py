@@ -49,6 +49,8 @@ class HeldUpRank:
         self._lock = threading.Lock()
         self._num_missing = NUM_RANKS - 1
         self._all_reported = threading.Event()
+        if self._num_missing == 0:
+            self._all_reported.set()
 
     def hold_up(self, rank):
         if rank == NUM_RANKS - 1 and not self._all_reported.wait(PATIENCE_SECS):

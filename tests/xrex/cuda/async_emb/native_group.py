@@ -11,9 +11,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from xrex.cuda.async_emb import async_emb_api
+from xrex.cuda.async_emb import native
 
 BFLOAT16 = ml_dtypes.bfloat16
+
+async_emb_api = native.load()
 
 # Sizes of the contexts made here: T, w, U and the rows V of their tables.
 TOKENS, SHARD_WIDTH, SLOTS, VOCAB_ROWS = 3, 2, 5, 7

@@ -155,11 +155,13 @@ def native_program(
     decay: EagerDecay | LazyDecay,
     *,
     eps: float = 1e-8,
+    platform: str | None = None,
     **options: Any,
 ) -> Iterator[NativeProgram]:
     """A program whose context is up inside the with block; deterministic unless options say no."""
     with ready_context(
-        make_mesh(num_ranks=num_ranks),
+        make_mesh(num_ranks=num_ranks, platform=platform),
+        name=platform or "",
         tokens_per_batch=num_tokens,
         emb_width=emb_width,
         num_unique=num_slots,

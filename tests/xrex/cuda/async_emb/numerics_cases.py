@@ -39,7 +39,11 @@ class UpdateCase(NamedTuple):
 
 
 def on_ranks(*counts: int) -> Any:
-    """Parametrises `num_ranks`; numbers that this process has no devices for are skipped."""
+    """Parametrises `num_ranks`; numbers that this process has no devices for are skipped.
+
+    On GPUs one rank is always among the numbers, as there may be only one.
+    """
+    chosen = sorted({1, *counts}) if jax.default_backend() == "gpu" else counts
     return pytest.mark.parametrize(
         "num_ranks",
         [
@@ -49,7 +53,7 @@ def on_ranks(*counts: int) -> Any:
                     jax.device_count() < count, reason=f"needs {count} devices"
                 ),
             )
-            for count in counts
+            for count in chosen
         ],
     )
 

@@ -359,7 +359,7 @@ class TestSkippedUpdates:
     @DECAYS
     def test_wrong_index(self, num_ranks: int, decay: EagerDecay | LazyDecay, index: int) -> None:
         name, case = list(invalid_cases(small_case(18)))[index]
-        with small_program(num_ranks, decay) as program:
+        with small_program(num_ranks, decay, check_inputs=True) as program:
             self.skip(program, case, decay, "invalid")
             stats = async_emb.stats(program.ctx)
         wrong_segments = sum(rank.segments_invalid for rank in stats.values())
@@ -408,5 +408,5 @@ class TestPadding:
             found = program.lookup(ids, case.state.table)
             assert_same_bits(found, exact_lookup(ids, case.state.table, out_of_range))
             result = program.update(case)
-        assert (result.norms.tolist(), result.valids.tolist()) == ([0] * 4, [1] * 4)
+        assert (result.norms.tolist(), result.valids.tolist()) == ([0] * num_ranks, [1] * num_ranks)
         assert_same_state(result.state, case.state)

@@ -10,18 +10,48 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from xrex.cuda.async_emb import async_emb
+from xrex.cuda.async_emb import async_emb, native
 from xrex.cuda.async_emb.async_emb import AsyncEmbContextHandle, AsyncEmbOptions
 
 BFLOAT16 = jnp.bfloat16
 AXIS_TYPES = [AxisType.Auto, AxisType.Explicit]
 
+# Tests import the native module itself too: it finds its libraries only when loaded this way.
+native.load()
 
-def make_mesh(axis_type: AxisType = AxisType.Auto, num_ranks: int | None = None) -> Mesh:
-    """A mesh of one axis "x" over the first `num_ranks` devices, by default over all."""
-    devices = jax.devices()[:num_ranks]
+# Whether meshes are made of GPUs, unless a test asks for another platform.
+ON_GPU = jax.default_backend() == "gpu"
+if ON_GPU:
+    # Products of float32 are compared with those of a CPU.
+    jax.config.update("jax_default_matmul_precision", "highest")
+
+
+def needs_devices(count: int) -> pytest.MarkDecorator:
+    """Skips a test where JAX has fewer devices."""
+    return pytest.mark.skipif(jax.device_count() < count, reason=f"needs {count} devices")
+
+
+def on_cpu_only(reason: str) -> pytest.MarkDecorator:
+    """Skips a test where meshes are made of GPUs."""
+    return pytest.mark.skipif(ON_GPU, reason=reason)
+
+
+def make_mesh(
+    axis_type: AxisType = AxisType.Auto,
+    num_ranks: int | None = None,
+    platform: str | None = None,
+) -> Mesh:
+    """A mesh of one axis "x".
+
+    Args:
+        axis_type: of the axis.
+        num_ranks: how many devices it has, the first ones; None for all.
+        platform: "cpu" or "gpu"; None for JAX's default.
+    """
+    devices = jax.devices(platform)[:num_ranks]
     return Mesh(np.array(devices), ("x",), axis_types=(axis_type,))
 
 
@@ -64,6 +94,23 @@ def bits(x: Any) -> np.ndarray:
     """The bits of a bfloat16 or float32 array, so that NaN and -0.0 compare as they are."""
     values = np.array(x)
     return values.view({2: np.uint16, 4: np.uint32}[values.dtype.itemsize])
+
+
+def assert_same_product(found: Any, expected: Any) -> None:
+    """Compares bfloat16 results of matrix products.
+
+    Bit for bit on CPU devices. On GPUs two programs may sum in two orders: a last bit may differ.
+    """
+    if not ON_GPU:
+        np.testing.assert_array_equal(bits(found), bits(expected))
+        return
+    rounding = 2.0**-7
+    np.testing.assert_allclose(
+        np.asarray(found, np.float32),
+        np.asarray(expected, np.float32),
+        rtol=rounding,
+        atol=rounding * 1e-3,
+    )
 
 
 class EntryGraph:
