@@ -12,15 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from absl import app, flags
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import measure
-from xrex.cuda.async_emb import async_emb, plain_jax
+from benchmarks.exchange_forms import Exchange, make_exchanges, random_gradients
+from xrex.cuda.async_emb import async_emb
 from xrex.train import cpu_devices
 
 _DEVICES = flags.DEFINE_integer("devices", 4, "Virtual CPU devices, one rank each.")
@@ -30,98 +29,16 @@ _ROWS = flags.DEFINE_integer("rows", 1_000_000, "V, rows of the table.")
 _REPETITIONS = flags.DEFINE_integer("repetitions", 15, "Timed calls of each form.")
 
 _SEED = 0
-_PARAMETERS = {"learning_rate": 0.01, "eps": 1e-8, "decay_factor": 1.0}
-
-
-class Exchange:
-    """One table with its state, and jitted calls of one form that run on it in place."""
-
-    def __init__(self, lookup: Callable, update: Callable, table: Any, row_state: Any) -> None:
-        self._lookup = lookup
-        self._update = update
-        self._table = table
-        self._row_state = row_state
-        self._gradients: Any = None
-
-    def set_gradients(self, grads: Any, segment_ids: Any, unique_tokens: Any) -> None:
-        """Takes what the next updates apply: grads bf16 [N, W] and their segments."""
-        self._gradients = grads, segment_ids, unique_tokens
-
-    def lookup(self, ids: Any) -> Any:
-        """Looks ids int32 [N] up: embeddings bf16 [N, W]."""
-        embeddings, self._table = self._lookup(ids, self._table)
-        return embeddings
-
-    def update(self) -> Any:
-        """Updates the table with the gradients: the norm, float32 []."""
-        *gradients, self._table, self._row_state, norm = self._update(
-            *self._gradients, self._table, self._row_state
-        )
-        self._gradients = gradients
-        return norm
-
-
-def _native(ctx: Any, jit: Callable) -> tuple[Callable, Callable]:
-    def lookup(ids: Any, table: Any) -> Any:
-        table, pin = async_emb.lookup_start(ids, table, ids, ctx)
-        embeddings = async_emb.lookup_done(pin, ctx, table)
-        return embeddings, async_emb.order_after(table, embeddings, platform=ctx.platform)
-
-    def update(grads: Any, segments: Any, unique: Any, table: Any, row_state: Any) -> Any:
-        started = async_emb.rowwise_adagrad_update_start(
-            grads, segments, unique, table, row_state, jnp.int32(1), grads, ctx, **_PARAMETERS
-        )
-        norm, _, pin = async_emb.rowwise_adagrad_update_done(started[0], ctx, *started)
-        return *async_emb.order_after(started, pin, platform=ctx.platform), norm
-
-    return jit(lookup, update)
-
-
-def _plain(ctx: Any, jit: Callable) -> tuple[Callable, Callable]:
-    def lookup(ids: Any, table: Any) -> Any:
-        return plain_jax.lookup(ids, table, ctx), table
-
-    def update(grads: Any, segments: Any, unique: Any, table: Any, row_state: Any) -> Any:
-        table, row_state, norm, _ = plain_jax.rowwise_adagrad_update(
-            grads, segments, unique, table, row_state, jnp.int32(1), ctx, **_PARAMETERS
-        )
-        return grads, segments, unique, table, row_state, norm
-
-    return jit(lookup, update)
-
-
-def _jit_on(ctx: Any) -> Callable:
-    tokens, table = ctx.tokens_spec, ctx.table_spec
-
-    def jit(lookup: Callable, update: Callable) -> tuple[Callable, Callable]:
-        on_mesh = {"mesh": ctx.mesh, "check_vma": False}
-        mapped_lookup = jax.shard_map(
-            lookup, in_specs=(tokens, table), out_specs=(tokens, table), **on_mesh
-        )
-        mapped_update = jax.shard_map(
-            update,
-            in_specs=(tokens, tokens, P(), table, P()),
-            out_specs=(tokens, tokens, P(), table, P(), P()),
-            **on_mesh,
-        )
-        return (
-            jax.jit(mapped_lookup, donate_argnums=1),
-            jax.jit(mapped_update, donate_argnums=(0, 1, 2, 3, 4)),
-        )
-
-    return jit
 
 
 def _run(kind: str, ids: Any, ctx: Any, forms: dict[str, Exchange]) -> dict[str, Any]:
     """Times both forms on one draw of ids and returns the record to print."""
-    rng = np.random.default_rng(_SEED)
     on_tokens = NamedSharding(ctx.mesh, ctx.tokens_spec)
     unique, segments = async_emb.make_segments(ids, _ROWS.value, ctx.num_unique)
-    grads = rng.standard_normal((ids.size, ctx.emb_width), np.float32).astype(ml_dtypes.bfloat16)
     token_ids = jax.device_put(ids, on_tokens)
     for form in forms.values():
         form.set_gradients(
-            jax.device_put(grads, on_tokens),
+            random_gradients(ctx, ids.size),
             jax.device_put(segments, on_tokens),
             jax.device_put(unique, NamedSharding(ctx.mesh, P())),
         )
@@ -162,17 +79,7 @@ def main(argv: Sequence[str]) -> None:
     )
     async_emb.initialize(ctx)
     rng = np.random.default_rng(_SEED)
-    values = rng.standard_normal((_ROWS.value, _WIDTH.value), np.float32)
-
-    def make(form: Callable) -> Exchange:
-        table = jax.device_put(
-            values.astype(ml_dtypes.bfloat16), NamedSharding(mesh, ctx.table_spec)
-        )
-        row_state = jax.device_put(np.full(_ROWS.value, 0.1, np.float32), NamedSharding(mesh, P()))
-        lookup, update = form(ctx, _jit_on(ctx))
-        return Exchange(lookup, update, table, row_state)
-
-    forms = {"native": make(_native), "plain_jax": make(_plain)}
+    forms = make_exchanges(ctx, _ROWS.value)
     measure.print_json(measure.describe_machine())
     measure.print_json(
         {"N": _TOKENS.value, "W": _WIDTH.value, "V": _ROWS.value, "R": _DEVICES.value}

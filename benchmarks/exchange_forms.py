@@ -1,0 +1,125 @@
+"""One table and the calls that exchange its rows, native and in plain JAX, for benchmarks.
+
+As in a training step, the arrays of an update are donated. N tokens in the global batch, W columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from xrex.cuda.async_emb import async_emb, plain_jax
+
+_PARAMETERS = {"learning_rate": 0.01, "eps": 1e-8, "decay_factor": 1.0}
+
+
+class Exchange:
+    """One table with its state, and jitted calls of one form that run on it in place."""
+
+    def __init__(self, lookup: Callable, update: Callable, table: Any, row_state: Any) -> None:
+        self._lookup = lookup
+        self._update = update
+        self._table = table
+        self._row_state = row_state
+        self._gradients: Any = None
+
+    def set_gradients(self, grads: Any, segment_ids: Any, unique_tokens: Any) -> None:
+        """Takes what the next updates apply: grads bf16 [N, W] and their segments."""
+        self._gradients = grads, segment_ids, unique_tokens
+
+    def lookup(self, ids: Any) -> Any:
+        """Looks ids int32 [N] up: embeddings bf16 [N, W]."""
+        embeddings, self._table = self._lookup(ids, self._table)
+        return embeddings
+
+    def update(self) -> Any:
+        """Updates the table with the gradients: the norm, float32 []."""
+        *gradients, self._table, self._row_state, norm = self._update(
+            *self._gradients, self._table, self._row_state
+        )
+        self._gradients = gradients
+        return norm
+
+
+def _native(ctx: Any) -> tuple[Callable, Callable]:
+    def lookup(ids: Any, table: Any) -> Any:
+        table, pin = async_emb.lookup_start(ids, table, ids, ctx)
+        embeddings = async_emb.lookup_done(pin, ctx, table)
+        return embeddings, async_emb.order_after(table, embeddings, platform=ctx.platform)
+
+    def update(grads: Any, segments: Any, unique: Any, table: Any, row_state: Any) -> Any:
+        started = async_emb.rowwise_adagrad_update_start(
+            grads, segments, unique, table, row_state, jnp.int32(1), grads, ctx, **_PARAMETERS
+        )
+        norm, _, pin = async_emb.rowwise_adagrad_update_done(started[0], ctx, *started)
+        return *async_emb.order_after(started, pin, platform=ctx.platform), norm
+
+    return _jit(ctx, lookup, update)
+
+
+def _plain(ctx: Any) -> tuple[Callable, Callable]:
+    def lookup(ids: Any, table: Any) -> Any:
+        return plain_jax.lookup(ids, table, ctx), table
+
+    def update(grads: Any, segments: Any, unique: Any, table: Any, row_state: Any) -> Any:
+        table, row_state, norm, _ = plain_jax.rowwise_adagrad_update(
+            grads, segments, unique, table, row_state, jnp.int32(1), ctx, **_PARAMETERS
+        )
+        return grads, segments, unique, table, row_state, norm
+
+    return _jit(ctx, lookup, update)
+
+
+def _jit(ctx: Any, lookup: Callable, update: Callable) -> tuple[Callable, Callable]:
+    tokens, table = ctx.tokens_spec, ctx.table_spec
+    on_mesh = {"mesh": ctx.mesh, "check_vma": False}
+    mapped_lookup = jax.shard_map(
+        lookup, in_specs=(tokens, table), out_specs=(tokens, table), **on_mesh
+    )
+    mapped_update = jax.shard_map(
+        update,
+        in_specs=(tokens, tokens, P(), table, P()),
+        out_specs=(tokens, tokens, P(), table, P(), P()),
+        **on_mesh,
+    )
+    return (
+        jax.jit(mapped_lookup, donate_argnums=1),
+        jax.jit(mapped_update, donate_argnums=(0, 1, 2, 3, 4)),
+    )
+
+
+_FORMS: Mapping[str, Callable] = {"native": _native, "plain_jax": _plain}
+
+
+def make_exchanges(ctx: Any, vocab_rows: int) -> dict[str, Exchange]:
+    """Makes both forms, each on a table of its own: bf16 [V, W] of normal values, made in place."""
+
+    def make_table() -> jax.Array:
+        return jax.random.normal(jax.random.key(0), (vocab_rows, ctx.emb_width), jnp.bfloat16)
+
+    def make_row_state() -> jax.Array:
+        return jnp.full(vocab_rows, 0.1, jnp.float32)
+
+    on_columns, everywhere = NamedSharding(ctx.mesh, ctx.table_spec), NamedSharding(ctx.mesh, P())
+    return {
+        name: Exchange(
+            *form(ctx),
+            jax.jit(make_table, out_shardings=on_columns)(),
+            jax.jit(make_row_state, out_shardings=everywhere)(),
+        )
+        for name, form in _FORMS.items()
+    }
+
+
+def random_gradients(ctx: Any, num_tokens: int) -> jax.Array:
+    """Draws the gradients of a batch, bf16 [N, W], in place."""
+
+    def draw() -> jax.Array:
+        return jax.random.normal(jax.random.key(1), (num_tokens, ctx.emb_width), jnp.bfloat16)
+
+    return jax.jit(draw, out_shardings=NamedSharding(ctx.mesh, ctx.tokens_spec))()
