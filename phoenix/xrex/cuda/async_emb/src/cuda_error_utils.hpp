@@ -1,0 +1,23 @@
+// L2: CUDA's return codes as our errors.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "phoenix/xrex/cuda/async_emb/src/errors.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/str_cat.hpp"
+
+namespace xrex::async_emb {
+
+// Throws unless `code` is success: kResourceExhausted for want of memory, else
+// kInternal. `what` is the call, for the message.
+inline void CheckCuda(cudaError_t code, const char* what) {
+  if (code == cudaSuccess) return;
+  const ErrorCode kind = code == cudaErrorMemoryAllocation
+                             ? ErrorCode::kResourceExhausted
+                             : ErrorCode::kInternal;
+  throw AsyncEmbError(kind, StrCat("async_emb: CUDA refused ", what, ": ",
+                                   cudaGetErrorName(code), " (",
+                                   cudaGetErrorString(code), ")"));
+}
+
+}  // namespace xrex::async_emb
