@@ -1,8 +1,9 @@
-"""Test macros: GoogleTest for C++, pytest on virtual CPU devices for Python."""
+"""Test macros: GoogleTest for C++, pytest on virtual CPU devices or GPUs for Python."""
 
 load("@rules_cc//cc:defs.bzl", "cc_test")
 load("@rules_python//python:defs.bzl", "py_test")
 load(":copts.bzl", "ASYNC_EMB_COPTS", "ASYNC_EMB_LINKOPTS")
+load(":cuda.bzl", "REQUIRES_CUDA")
 
 _PYTEST_MAIN = Label("//tools/testing:pytest_main.py")
 
@@ -27,13 +28,53 @@ def async_emb_cc_test(name, size = "small", deps = [], copts = [], linkopts = []
         **kwargs
     )
 
-def _device_env(num_devices):
+def async_emb_cuda_test(name, deps = [], tags = [], target_compatible_with = [], num_gpus = 1, **kwargs):
+    """A GoogleTest that needs GPUs: built with --config=cuda, run with --config=gpu.
+
+    Args:
+      name: name of the target.
+      deps: libraries under test. GoogleTest, GoogleMock and CUDA's runtime are added.
+      tags: as for cc_test. "gpu" or "multi_gpu" is added.
+      target_compatible_with: constraints beside that of a CUDA build.
+      num_gpus: how many the test needs; if more than one, it runs with --config=multi_gpu.
+      **kwargs: as for async_emb_cc_test.
+    """
+    async_emb_cc_test(
+        name = name,
+        tags = tags + ["gpu" if num_gpus == 1 else "multi_gpu"],
+        target_compatible_with = target_compatible_with + REQUIRES_CUDA,
+        deps = deps + [Label("//third_party/cuda:runtime")],
+        **kwargs
+    )
+
+def _cpu_env(num_devices):
     """JAX with num_devices CPU devices; XLA's thread pool must hold two threads for each."""
     return {
         "JAX_PLATFORMS": "cpu",
         "PJRT_NPROC": str(max(2 * num_devices, 4)),
         "XLA_FLAGS": "--xla_force_host_platform_device_count=%d" % num_devices,
     }
+
+# How many CPU devices there are beside the GPUs, to compare with.
+_NUM_CPU_DEVICES_BESIDE_GPUS = 8
+
+# JAX with one GPU, or with all; GPUs are its default devices.
+_GPU_ENV = {
+    "gpu": {"JAX_CUDA_VISIBLE_DEVICES": "0"},
+    "multi_gpu": {},
+}
+
+def _pytest(name, srcs, deps, data, **kwargs):
+    py_test(
+        name = name,
+        srcs = srcs + [_PYTEST_MAIN],
+        args = ["$(rootpath %s)" % src for src in srcs],
+        data = data + [Label("//:pyproject.toml")],
+        legacy_create_init = False,
+        main = _PYTEST_MAIN,
+        deps = deps + [Label("@pip//:pytest")],
+        **kwargs
+    )
 
 def async_emb_py_test(
         name,
@@ -42,13 +83,15 @@ def async_emb_py_test(
         data = [],
         devices = [1],
         env = {},
+        gpus = [],
         size = "small",
         tags = [],
+        target_compatible_with = [],
         **kwargs):
-    """A pytest file, run once for each number of virtual CPU devices.
+    """A pytest file, run once for each number of virtual CPU devices, and on GPUs.
 
     With one number the target is NAME. With several there is NAME_<n>dev for each, and
-    NAME stands for all of them.
+    NAME stands for all of them. NAME_gpu and NAME_multi_gpu are apart from these.
 
     Args:
       name: name of the target, and of the file: NAME.py.
@@ -57,8 +100,12 @@ def async_emb_py_test(
       data: files that the tests read.
       devices: numbers of virtual CPU devices.
       env: environment variables beside those that set the devices.
+      gpus: "gpu" for a target NAME_gpu, in which JAX has one GPU, "multi_gpu" for a target
+        NAME_multi_gpu, in which it has all; both have CPU devices to compare with. They
+        are built with --config=cuda and run with --config=gpu or --config=multi_gpu.
       size: "small" (60 s), "medium" (300 s) or "large" (900 s).
-      tags: as for py_test. "gpu" and "multi_gpu" keep a test out of a plain run.
+      tags: as for py_test.
+      target_compatible_with: as for py_test.
       **kwargs: as for py_test.
     """
     srcs = srcs or [name + ".py"]
@@ -66,17 +113,15 @@ def async_emb_py_test(
     for num_devices in devices:
         target = name if len(devices) == 1 else "%s_%ddev" % (name, num_devices)
         names.append(target)
-        py_test(
+        _pytest(
             name = target,
             size = size,
-            srcs = srcs + [_PYTEST_MAIN],
-            args = ["$(rootpath %s)" % src for src in srcs],
-            data = data + [Label("//:pyproject.toml")],
-            env = _device_env(num_devices) | env,
-            legacy_create_init = False,
-            main = _PYTEST_MAIN,
+            srcs = srcs,
+            data = data,
+            env = _cpu_env(num_devices) | env,
             tags = tags,
-            deps = deps + [Label("@pip//:pytest")],
+            target_compatible_with = target_compatible_with,
+            deps = deps,
             **kwargs
         )
     if len(devices) > 1:
@@ -84,4 +129,17 @@ def async_emb_py_test(
             name = name,
             tags = tags,
             tests = [":" + target for target in names],
+        )
+    for gpu_tag in gpus:
+        _pytest(
+            name = "%s_%s" % (name, gpu_tag),
+            size = size,
+            srcs = srcs,
+            data = data,
+            env = _cpu_env(_NUM_CPU_DEVICES_BESIDE_GPUS) | {"JAX_PLATFORMS": "cuda,cpu"} |
+                  _GPU_ENV[gpu_tag] | env,
+            tags = tags + [gpu_tag],
+            target_compatible_with = target_compatible_with + REQUIRES_CUDA,
+            deps = deps,
+            **kwargs
         )
