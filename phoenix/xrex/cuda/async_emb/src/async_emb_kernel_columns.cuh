@@ -93,11 +93,12 @@ __device__ inline Bf16Columns<kColumns> LoadColumns(const Bf16Bits* from) {
   return {*reinterpret_cast<const Access*>(from)};
 }
 
+// Stores are spelled out: an assignment may be taken apart into narrow ones.
 template <int kColumns>
 __device__ inline void StoreColumns(const Bf16Columns<kColumns>& columns,
                                     Bf16Bits* to) {
   using Access = typename Bf16Columns<kColumns>::Access;
-  *reinterpret_cast<Access*>(to) = columns.bits;
+  __stwb(reinterpret_cast<Access*>(to), columns.bits);
 }
 
 template <int kColumns>
@@ -122,7 +123,7 @@ __device__ inline void StoreColumns(const Columns<kColumns>& columns,
   for (int c = 0; c < kColumns; c += kPerAccess) {
     Access access;
     std::memcpy(&access, columns.at + c, sizeof(access));
-    *reinterpret_cast<Access*>(to + c) = access;
+    __stwb(reinterpret_cast<Access*>(to + c), access);
   }
 }
 
