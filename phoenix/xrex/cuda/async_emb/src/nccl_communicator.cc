@@ -133,6 +133,18 @@ void NcclCommunicator::Throw(ncclResult_t result, const char* what) const {
              detail == nullptr ? "" : detail));
 }
 
+bool NcclCommunicator::KeepAlone(StreamRef stream, StepGuard& guard,
+                                 const void* send, void* recv,
+                                 std::size_t bytes) {
+  if (config_.world_size > 1) return false;
+  if (aborted()) {
+    guard.Fail();
+  } else if (send != recv) {
+    device_.Copy(stream, recv, send, bytes);
+  }
+  return true;
+}
+
 void NcclCommunicator::Enqueue(StepGuard& guard, const char* what,
                                const Call& call) {
   const CudaDeviceScope scope(device_.ordinal());
@@ -148,6 +160,7 @@ void NcclCommunicator::Enqueue(StepGuard& guard, const char* what,
 void NcclCommunicator::AllGather(StreamRef stream, StepGuard& guard,
                                  const void* send, void* recv,
                                  std::size_t bytes) {
+  if (KeepAlone(stream, guard, send, recv, bytes)) return;
   Enqueue(guard, "an all-gather", [=](ncclComm_t comm) {
     return ncclAllGather(send, recv, bytes, ncclChar, comm,
                          CudaStreamOf(stream));
@@ -157,7 +170,7 @@ void NcclCommunicator::AllGather(StreamRef stream, StepGuard& guard,
 void NcclCommunicator::AllToAll(StreamRef stream, StepGuard& guard,
                                 const void* send, void* recv,
                                 std::size_t bytes) {
-  if (send == recv) return;  // one rank keeps its block where it is
+  if (KeepAlone(stream, guard, send, recv, bytes)) return;
   Enqueue(guard, "an all-to-all", [=](ncclComm_t comm) {
     return ncclAlltoAll(send, recv, bytes, ncclChar, comm,
                         CudaStreamOf(stream));
@@ -167,7 +180,8 @@ void NcclCommunicator::AllToAll(StreamRef stream, StepGuard& guard,
 void NcclCommunicator::AllReduceSum(StreamRef stream, StepGuard& guard,
                                     const float* send, float* recv,
                                     std::size_t count, bool fixed_order) {
-  if (!fixed_order || config_.world_size == 1) {
+  if (KeepAlone(stream, guard, send, recv, count * sizeof(float))) return;
+  if (!fixed_order) {
     return Enqueue(guard, "an all-reduce", [=](ncclComm_t comm) {
       return ncclAllReduce(send, recv, count, ncclFloat, ncclSum, comm,
                            CudaStreamOf(stream));
