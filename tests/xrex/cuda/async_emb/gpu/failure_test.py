@@ -1,0 +1,336 @@
+"""Aborts and time-outs while a step waits on the device, which a long program holds up."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+from tests.xrex.cuda.async_emb.gpu.devices import (
+    ON_GPUS,
+    Hold,
+    gpu_mesh,
+    is_open,
+    wait_until_armed,
+)
+from tests.xrex.cuda.async_emb.gpu.steps import (
+    Steps,
+    are_rows,
+    expected_update,
+    is_nan,
+    on_host,
+    random_ids,
+    same_state,
+)
+from tests.xrex.cuda.async_emb.native_group import message_of, outcome, running
+from tests.xrex.cuda.async_emb.numerics_cases import (
+    UpdateCase,
+    assert_same_bits,
+    assert_same_state,
+    make_case,
+)
+from tests.xrex.cuda.async_emb.testing import ready_context
+from xrex.cuda.async_emb import async_emb, native
+from xrex.cuda.async_emb.async_emb import AsyncEmbContextHandle, AsyncEmbOptions
+
+ABORTED = "async_emb communicator aborted: "
+NUM_ROWS, NUM_SLOTS, TOKENS, SHARD_WIDTH = 20_000, 4096, 4096, 128
+
+# How long a step is held up, and when an abort falls into it.
+HOLD_SECS = 0.4
+NUM_ABORTS = 20
+
+
+@pytest.fixture
+def hold(num_ranks: int) -> Hold:
+    return Hold(gpu_mesh(num_ranks))
+
+
+def context(num_ranks: int, **options: Any) -> Any:
+    return ready_context(
+        gpu_mesh(num_ranks),
+        name="failure",
+        tokens_per_batch=num_ranks * TOKENS,
+        emb_width=num_ranks * SHARD_WIDTH,
+        num_unique=NUM_SLOTS,
+        options=AsyncEmbOptions(**({"deterministic": True} | options)),
+    )
+
+
+def case_of(num_ranks: int, seed: int = 0) -> UpdateCase:
+    rng = np.random.default_rng(seed)
+    return make_case(rng, num_ranks * TOKENS, NUM_ROWS, num_ranks * SHARD_WIDTH, NUM_SLOTS)
+
+
+def run_whole_step(steps: Steps, state: Any, case: UpdateCase, ids: np.ndarray, gate: Any) -> Any:
+    """An update and then a lookup in the updated table; nothing is waited for."""
+    finished = steps.finish_update(steps.start_update(state, *steps.put_update(case), gate))
+    table, pin = steps.start_lookup(steps.put_ids(ids), finished.state.table, gate)
+    embeddings, table = steps.finish_lookup(table, pin)
+    return finished._replace(state=finished.state._replace(table=table)), embeddings
+
+
+def assert_works(steps: Steps, case: UpdateCase) -> None:
+    ids = random_ids(steps.ctx, NUM_ROWS, 1)
+    state = steps.put_state(case.state)
+    finished, embeddings = run_whole_step(steps, state, case, ids, steps.open_gate())
+    expected = expected_update(case)
+    assert_same_state(on_host(finished.state), expected.state)
+    assert finished.valids.tolist() == [1] * steps.ctx.group_size
+    assert are_rows(embeddings, ids, expected.state.table)
+
+
+def error_of(ctx: AsyncEmbContextHandle) -> str | None:
+    try:
+        async_emb.check(ctx)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def wait_for_error(ctx: AsyncEmbContextHandle, patience_secs: float) -> str | None:
+    """The sticky error, once there is one."""
+    deadline = time.monotonic() + patience_secs
+    while (error := error_of(ctx)) is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return error
+
+
+# --- Aborts in the middle of a step -------------------------------------------------------------
+
+
+@ON_GPUS
+def test_abort_at_any_moment_of_a_step_leaves_it_whole_or_undone(
+    num_ranks: int, hold: Hold
+) -> None:
+    case = case_of(num_ranks)
+    before, after = case.state, expected_update(case).state
+    moments = np.linspace(0.0, 1.3 * HOLD_SECS, NUM_ABORTS)
+    seen: set[str] = set()
+    for moment in moments:
+        with context(num_ranks) as ctx:
+            steps, ids = Steps(ctx), random_ids(ctx, NUM_ROWS, 1)
+            assert_works(steps, case)
+            state, inputs = steps.put_state(before), steps.put_update(case)
+            device_ids = steps.put_ids(ids)
+            jax.block_until_ready((state, inputs, device_ids))
+            gate = hold.start(HOLD_SECS)
+            finished = steps.finish_update(steps.start_update(state, *inputs, gate))
+            table, pin = steps.start_lookup(device_ids, finished.state.table, gate)
+            embeddings, table = steps.finish_lookup(table, pin)
+            time.sleep(moment)
+            async_emb.abort(ctx)
+
+            found = on_host(finished.state._replace(table=table))
+            norms, valids = np.asarray(finished.norms), np.asarray(finished.valids)
+            if same_state(found, before):
+                outcome = "undone"
+                assert np.isnan(norms).all()
+                assert valids.tolist() == [0] * num_ranks
+                assert is_nan(embeddings)
+            else:
+                outcome = "done"
+                assert_same_state(found, after)
+                assert valids.tolist() == [1] * num_ranks
+                assert is_nan(embeddings) or are_rows(embeddings, ids, after.table)
+            seen.add(outcome)
+            assert error_of(ctx) == f"{ABORTED}abort() was called", outcome
+    assert "undone" in seen, "no abort came in time"
+
+
+@ON_GPUS
+def test_after_an_abort_in_a_step_new_contexts_work_in_the_same_process(
+    num_ranks: int, hold: Hold
+) -> None:
+    case = case_of(num_ranks)
+    with context(num_ranks) as ctx:
+        steps = Steps(ctx)
+        assert_works(steps, case)
+        for _ in range(3):
+            async_emb.reset_table_binding(ctx)
+            state = steps.put_state(case.state)
+            gate = hold.start(HOLD_SECS)
+            finished, embeddings = run_whole_step(
+                steps, state, case, random_ids(ctx, NUM_ROWS, 1), gate
+            )
+            async_emb.abort(ctx)
+            assert is_nan(embeddings)
+            assert_same_state(on_host(finished.state), case.state)
+            async_emb.destroy(ctx)
+            async_emb.initialize(ctx)
+            assert_works(steps, case)
+
+
+@ON_GPUS
+def test_update_that_was_done_before_the_abort_stays(num_ranks: int, hold: Hold) -> None:
+    case = case_of(num_ranks)
+    with context(num_ranks) as ctx:
+        steps = Steps(ctx)
+        in_flight = steps.start_update(
+            steps.put_state(case.state), *steps.put_update(case), steps.open_gate()
+        )
+        jax.block_until_ready(in_flight)
+        async_emb.drain(ctx)
+        gate = hold.start(HOLD_SECS)
+        table, pin = steps.start_lookup(
+            steps.put_ids(random_ids(ctx, NUM_ROWS, 1)), in_flight.table, gate
+        )
+        wait_until_armed(ctx, lookups=1)
+        async_emb.abort(ctx)
+        embeddings, table = steps.finish_lookup(table, pin)
+        finished = steps.finish_update(in_flight._replace(table=table))
+        assert is_nan(embeddings)
+        assert finished.valids.tolist() == [1] * num_ranks
+        assert_same_state(on_host(finished.state), expected_update(case).state)
+
+
+@ON_GPUS
+def test_abort_wakes_a_thread_that_drains(num_ranks: int, hold: Hold) -> None:
+    case = case_of(num_ranks)
+    with context(num_ranks) as ctx:
+        steps = Steps(ctx)
+        state, inputs = steps.put_state(case.state), steps.put_update(case)
+        jax.block_until_ready((state, inputs))
+        gate = hold.start(2.0)
+        in_flight = steps.start_update(state, *inputs, gate)
+        wait_until_armed(ctx, updates=1)
+        with running(async_emb.drain, ctx) as waiting:
+            async_emb.abort(ctx)
+            assert message_of(RuntimeError, outcome, waiting) == f"{ABORTED}abort() was called"
+        assert not is_open(gate), "the drain ended with the step, and not with the abort"
+        finished = steps.finish_update(in_flight)
+        assert_same_state(on_host(finished.state), case.state)
+
+
+# --- Time-outs ----------------------------------------------------------------------------------
+
+TIMEOUT_SECS, STUCK_SECS = 1, 3.0
+
+
+class Stuck(NamedTuple):
+    """Steps that wait for devices which are held up for longer than the time-out.
+
+    Attributes:
+        steps: of the context.
+        case: the update's inputs.
+        gate: opens when the devices are free again.
+        in_flight: of the update.
+        pin: of the lookup in the updated table; None if there is only the update.
+    """
+
+    steps: Steps
+    case: UpdateCase
+    gate: jax.Array
+    in_flight: Any
+    pin: Any
+
+
+@contextlib.contextmanager
+def stuck(num_ranks: int, hold: Hold, *, with_lookup: bool) -> Iterator[Stuck]:
+    case = case_of(num_ranks)
+    with context(num_ranks, timeout_secs=TIMEOUT_SECS) as ctx:
+        steps = Steps(ctx)
+        assert_works(steps, case)
+        async_emb.reset_table_binding(ctx)
+        state, inputs = steps.put_state(case.state), steps.put_update(case)
+        ids = steps.put_ids(random_ids(ctx, NUM_ROWS, 1))
+        jax.block_until_ready((state, inputs, ids))
+        gate, pin = hold.start(STUCK_SECS), None
+        in_flight = steps.start_update(state, *inputs, gate)
+        if with_lookup:
+            table, pin = steps.start_lookup(ids, in_flight.table, gate)
+            in_flight = in_flight._replace(table=table)
+        wait_until_armed(ctx, lookups=1 + with_lookup, updates=2)
+        yield Stuck(steps, case, gate, in_flight, pin)
+
+
+def assert_times_out(label: str, wait: Any, step: Stuck) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        wait(step.steps.ctx)
+    assert str(caught.value) == f"async_emb: {label} timed out waiting for step 2"
+    assert not is_open(step.gate), "the wait ended with the step"
+
+
+def snapshot_of(region: str) -> Any:
+    return lambda ctx: native.load()._test_snapshot(ctx.context_id, region)
+
+
+@ON_GPUS
+@pytest.mark.parametrize(
+    ("label", "wait"),
+    [("drain", async_emb.drain), ("test snapshot", snapshot_of("update_stats"))],
+    ids=["drain", "snapshot"],
+)
+def test_wait_for_an_update_that_is_held_up_times_out(
+    num_ranks: int, hold: Hold, label: str, wait: Any
+) -> None:
+    with stuck(num_ranks, hold, with_lookup=False) as step:
+        assert_times_out(label, wait, step)
+
+
+@ON_GPUS
+@pytest.mark.parametrize(
+    ("label", "wait"),
+    [("readiness", async_emb.wait_step_ready), ("test snapshot", snapshot_of("lookup_ids"))],
+    ids=["readiness", "snapshot"],
+)
+def test_wait_for_a_lookup_that_is_held_up_times_out(
+    num_ranks: int, hold: Hold, label: str, wait: Any
+) -> None:
+    case = case_of(num_ranks)
+    with context(num_ranks, timeout_secs=TIMEOUT_SECS) as ctx:
+        steps, ids = Steps(ctx), random_ids(ctx, NUM_ROWS, 1)
+        assert_works(steps, case)
+        table, device_ids = steps.put_state(case.state).table, steps.put_ids(ids)
+        jax.block_until_ready((table, device_ids))
+        gate = hold.start(STUCK_SECS)
+        table, pin = steps.start_lookup(device_ids, table, gate)
+        wait_until_armed(ctx, lookups=2)
+        assert_times_out(label, wait, Stuck(steps, case, gate, None, pin))
+        embeddings, table = steps.finish_lookup(table, pin)
+        assert is_nan(embeddings)
+        assert_same_bits(table, case.state.table)
+
+
+@ON_GPUS
+def test_watchdog_gives_up_a_step_that_nobody_waits_for(num_ranks: int, hold: Hold) -> None:
+    with stuck(num_ranks, hold, with_lookup=True) as step:
+        steps, case, gate, in_flight, pin = step
+        error = wait_for_error(steps.ctx, patience_secs=STUCK_SECS)
+        assert not is_open(gate), "the error came after the devices were free again"
+        assert error is not None
+        assert error.startswith(ABORTED)
+        assert f"timed out after {TIMEOUT_SECS} s" in error
+
+        embeddings, table = steps.finish_lookup(in_flight.table, pin)
+        finished = steps.finish_update(in_flight._replace(table=table))
+        assert is_nan(embeddings)
+        assert np.isnan(np.asarray(finished.norms)).all()
+        assert finished.valids.tolist() == [0] * num_ranks
+        assert_same_state(on_host(finished.state), case.state)
+        async_emb.destroy(steps.ctx)
+        async_emb.initialize(steps.ctx)
+        assert_works(steps, case)
+
+
+@ON_GPUS
+def test_loop_that_pauses_for_longer_than_the_time_out_goes_on(num_ranks: int) -> None:
+    case = case_of(num_ranks)
+    with context(num_ranks, timeout_secs=TIMEOUT_SECS) as ctx:
+        steps = Steps(ctx)
+        table, pin = steps.start_lookup(
+            steps.put_ids(random_ids(ctx, NUM_ROWS, 1)),
+            steps.put_state(case.state).table,
+            steps.open_gate(),
+        )
+        jax.block_until_ready(table)
+        async_emb.wait_step_ready(ctx)
+        time.sleep(2.5 * TIMEOUT_SECS)
+        embeddings, _ = steps.finish_lookup(table, pin)
+        assert are_rows(embeddings, random_ids(ctx, NUM_ROWS, 1), case.state.table)
+        assert error_of(ctx) is None
