@@ -12,9 +12,8 @@ def _bundle_impl(ctx):
         for file in dep[DefaultInfo].default_runfiles.files.to_list():
             if _is_ours(file):
                 names[file.short_path] = file
-    for program in ctx.attr.programs:
-        file = program[DefaultInfo].files_to_run.executable
-        names[file.short_path] = file
+    for program, name in ctx.attr.programs.items():
+        names[name] = program[DefaultInfo].files_to_run.executable
     for file in ctx.files.root_files:
         names[file.basename] = file
 
@@ -44,8 +43,8 @@ bundle = rule(
         "deps": attr.label_list(
             doc = "Targets that are packed with all they need at run time, less what is of other repositories.",
         ),
-        "programs": attr.label_list(
-            doc = "Executables, packed without what they need at run time.",
+        "programs": attr.label_keyed_string_dict(
+            doc = "Executables and their paths in the bundle; packed without what they need at run time.",
         ),
         "root_files": attr.label_list(
             allow_files = True,

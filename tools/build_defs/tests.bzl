@@ -1,7 +1,8 @@
 """Test macros: GoogleTest for C++, pytest on virtual CPU devices or GPUs for Python."""
 
-load("@rules_cc//cc:defs.bzl", "cc_test")
+load("@rules_cc//cc:defs.bzl", "cc_binary", "cc_test")
 load("@rules_python//python:defs.bzl", "py_test")
+load(":cc.bzl", "async_emb_cc_library")
 load(":copts.bzl", "ASYNC_EMB_COPTS", "ASYNC_EMB_LINKOPTS")
 load(":cuda.bzl", "REQUIRES_CUDA")
 
@@ -28,23 +29,57 @@ def async_emb_cc_test(name, size = "small", deps = [], copts = [], linkopts = []
         **kwargs
     )
 
-def async_emb_cuda_test(name, deps = [], tags = [], target_compatible_with = [], num_gpus = 1, **kwargs):
+def async_emb_cuda_test(
+        name,
+        srcs,
+        deps = [],
+        num_gpus = 1,
+        size = "small",
+        tags = [],
+        target_compatible_with = [],
+        visibility = None):
     """A GoogleTest that needs GPUs: built with --config=cuda, run with --config=gpu.
+
+    NAME_program is the same as a program, for a bundle: Bazel configures tests apart from
+    all else, so that other targets cannot depend on one beside its being built itself.
 
     Args:
       name: name of the target.
+      srcs: C++ files.
       deps: libraries under test. GoogleTest, GoogleMock and CUDA's runtime are added.
+      num_gpus: how many the test needs; if more than one, it runs with --config=multi_gpu.
+      size: "small" (60 s), "medium" (300 s) or "large" (900 s).
       tags: as for cc_test. "gpu" or "multi_gpu" is added.
       target_compatible_with: constraints beside that of a CUDA build.
-      num_gpus: how many the test needs; if more than one, it runs with --config=multi_gpu.
-      **kwargs: as for async_emb_cc_test.
+      visibility: of the program.
     """
+    target_compatible_with = target_compatible_with + REQUIRES_CUDA
+    async_emb_cc_library(
+        name = name + "_cases",
+        testonly = True,
+        srcs = srcs,
+        alwayslink = True,
+        target_compatible_with = target_compatible_with,
+        deps = deps + [
+            Label("//third_party/cuda:runtime"),
+            Label("//third_party/googletest:gtest_main"),
+        ],
+    )
     async_emb_cc_test(
         name = name,
+        size = size,
         tags = tags + ["gpu" if num_gpus == 1 else "multi_gpu"],
-        target_compatible_with = target_compatible_with + REQUIRES_CUDA,
-        deps = deps + [Label("//third_party/cuda:runtime")],
-        **kwargs
+        target_compatible_with = target_compatible_with,
+        deps = [":%s_cases" % name],
+    )
+    cc_binary(
+        name = name + "_program",
+        testonly = True,
+        linkopts = ASYNC_EMB_LINKOPTS,
+        linkstatic = True,
+        target_compatible_with = target_compatible_with,
+        visibility = visibility,
+        deps = [":%s_cases" % name],
     )
 
 def _cpu_env(num_devices):
