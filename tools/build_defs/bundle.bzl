@@ -12,8 +12,6 @@ def _bundle_impl(ctx):
         for file in dep[DefaultInfo].default_runfiles.files.to_list():
             if _is_ours(file):
                 names[file.short_path] = file
-    for program, name in ctx.attr.programs.items():
-        names[name] = program[DefaultInfo].files_to_run.executable
     for file in ctx.files.root_files:
         names[file.basename] = file
 
@@ -43,16 +41,13 @@ bundle = rule(
         "deps": attr.label_list(
             doc = "Targets that are packed with all they need at run time, less what is of other repositories.",
         ),
-        "programs": attr.label_keyed_string_dict(
-            doc = "Executables and their paths in the bundle; packed without what they need at run time.",
-        ),
         "root_files": attr.label_list(
             allow_files = True,
             doc = "Files that lie at the top of the bundle, whatever their folder here.",
         ),
         "srcs": attr.label_list(
             allow_files = True,
-            doc = "Files that lie where they are here, seen from the root of the workspace.",
+            doc = "Files and programs that lie where they are here, seen from the root of the workspace.",
         ),
         "_make_bundle": attr.label(
             cfg = "exec",

@@ -40,8 +40,8 @@ def async_emb_cuda_test(
         visibility = None):
     """A GoogleTest that needs GPUs: built with --config=cuda, run with --config=gpu.
 
-    NAME_program is the same as a program, for a bundle: Bazel configures tests apart from
-    all else, so that other targets cannot depend on one beside its being built itself.
+    programs/NAME is the same as a program, for a bundle: Bazel configures tests apart from
+    all else, so that no other target can depend on one while it is built itself.
 
     Args:
       name: name of the target.
@@ -73,7 +73,7 @@ def async_emb_cuda_test(
         deps = [":%s_cases" % name],
     )
     cc_binary(
-        name = name + "_program",
+        name = "programs/" + name,
         testonly = True,
         linkopts = ASYNC_EMB_LINKOPTS,
         linkstatic = True,

@@ -1,6 +1,6 @@
-#include "tools/build_defs/testdata/doubling.hpp"
-
 #include <gtest/gtest.h>
+
+#include "tools/build_defs/testdata/doubling.hpp"
 
 namespace doubling {
 namespace {
