@@ -99,11 +99,11 @@ _GPU_ENV = {
     "multi_gpu": {},
 }
 
-def _pytest(name, srcs, deps, data, **kwargs):
+def _pytest(name, srcs, deps, data, args = [], **kwargs):
     py_test(
         name = name,
         srcs = srcs + [_PYTEST_MAIN],
-        args = ["$(rootpath %s)" % src for src in srcs],
+        args = args + ["$(rootpath %s)" % src for src in srcs],
         data = data + [Label("//:pyproject.toml")],
         legacy_create_init = False,
         main = _PYTEST_MAIN,
@@ -170,6 +170,7 @@ def async_emb_py_test(
             name = "%s_%s" % (name, gpu_tag),
             size = size,
             srcs = srcs,
+            args = ["--needs-gpu"],
             data = data,
             env = _cpu_env(_NUM_CPU_DEVICES_BESIDE_GPUS) | {"JAX_PLATFORMS": "cuda,cpu"} |
                   _GPU_ENV[gpu_tag] | env,
