@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.xrex.cuda.async_emb.numerics_cases import UpdateCase
-from tests.xrex.cuda.async_emb.testing import make_mesh, ready_context
+from tests.xrex.cuda.async_emb.testing import make_mesh, put, ready_context
 from xrex.cuda.async_emb import async_emb, native
 from xrex.cuda.async_emb.async_emb import AsyncEmbContextHandle, AsyncEmbOptions
 from xrex.cuda.async_emb.reference import Bf16Array, EagerDecay, LazyDecay, TableState
@@ -69,11 +68,8 @@ class NativeProgram:
 
     def put_state(self, state: TableState) -> Any:
         """The state on the mesh, in memory of its own, so that it can be donated."""
-        arrays = [
-            jax.device_put(np.asarray(x), NamedSharding(self.ctx.mesh, spec))
-            for x, spec in zip(state, self.state_specs, strict=True)
-        ]
-        return TableState(*jax.jit(lambda xs: [x.copy() for x in xs])(arrays))
+        specs = self.state_specs
+        return TableState(*(put(self.ctx, x, spec) for x, spec in zip(state, specs, strict=True)))
 
     def lookup(self, ids: Any, table: Bf16Array) -> Bf16Array:
         """bf16 [N, W]."""

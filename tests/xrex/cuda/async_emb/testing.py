@@ -81,8 +81,12 @@ def ready_context(mesh: Mesh | None = None, **changes: Any) -> Iterator[AsyncEmb
 
 def put(ctx: AsyncEmbContextHandle, x: Any, spec: PartitionSpec) -> jax.Array:
     """A global array on the mesh that shares no memory with `x`, so that it can be donated."""
-    placed = jax.device_put(np.asarray(x), NamedSharding(ctx.mesh, spec))
-    return jax.jit(lambda x: x.copy())(placed)
+    return _copy(jax.device_put(np.asarray(x), NamedSharding(ctx.mesh, spec)))
+
+
+@jax.jit
+def _copy(x: jax.Array) -> jax.Array:
+    return x.copy()
 
 
 def random_table(num_rows: int, width: int, seed: int = 0) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import os
 import statistics
@@ -64,8 +65,9 @@ def gpu_mesh(num_ranks: int) -> Mesh:
 
 # --- Keeping a device busy ----------------------------------------------------------------------
 
-# One launch takes about 20 ms for each product. XLA lets 32 launches wait for a device, no more.
-_HOLD_ROWS, _PRODUCTS_OF_LAUNCH, _MAX_LAUNCHES = 8192, 8, 24
+_HOLD_ROWS = 8192
+# XLA lets 32 launches wait for a device, no more.
+_LAUNCH_SECS, _MAX_LAUNCHES = 0.16, 24
 
 
 def is_open(gate: Any) -> bool:
@@ -81,20 +83,14 @@ class Hold:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        def per_rank(y: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            for _ in range(_PRODUCTS_OF_LAUNCH):
-                y = jnp.matmul(y, x, precision=jax.lax.Precision.HIGHEST)
-            return y, y[0, :1]
-
-        same, sharding = P(), jax.NamedSharding(mesh, P())
-        mapped = jax.shard_map(
-            per_rank, mesh=mesh, in_specs=same, out_specs=(same, P("x")), check_vma=False
-        )
-        self._program = jax.jit(mapped)
         self._identity = jax.jit(
-            lambda: jnp.eye(_HOLD_ROWS, dtype=jnp.float32), out_shardings=sharding
+            lambda: jnp.eye(_HOLD_ROWS, dtype=jnp.float32),
+            out_shardings=jax.NamedSharding(mesh, P()),
         )()
-        self._secs_of_launch = median_secs(lambda: self._program(*[self._identity] * 2), 5)
+        probe = products_program(mesh, 4)
+        secs_of_product = median_secs(lambda: probe(self._identity, self._identity), 3) / 4
+        self._program = products_program(mesh, math.ceil(_LAUNCH_SECS / secs_of_product))
+        self._secs_of_launch = median_secs(lambda: self._program(*[self._identity] * 2), 3)
 
     def start(self, secs: float) -> jax.Array:
         """Holds the devices up from now on; a gate, float32 [R], that opens at the end."""
@@ -108,6 +104,25 @@ class Hold:
         for _ in range(num_launches):
             y, gate = self._program(y, self._identity)
         return gate
+
+
+@functools.cache
+def hold_of(num_ranks: int) -> Hold:
+    """The hold of the first GPUs; there is one for all tests of a process."""
+    return Hold(gpu_mesh(num_ranks))
+
+
+def products_program(mesh: Mesh, num_products: int) -> Any:
+    """(y, x) -> y times x again and again, and one element of it from each rank."""
+
+    def per_rank(y: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        for _ in range(num_products):
+            y = jnp.matmul(y, x, precision=jax.lax.Precision.HIGHEST)
+        return y, y[0, :1]
+
+    out_specs = (P(), P("x"))
+    mapped = jax.shard_map(per_rank, mesh=mesh, in_specs=P(), out_specs=out_specs, check_vma=False)
+    return jax.jit(mapped)
 
 
 def median_secs(run: Callable[[], Any], repetitions: int) -> float:

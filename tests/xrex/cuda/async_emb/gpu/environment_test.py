@@ -162,6 +162,8 @@ def nccl_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     library = tmp_path / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
     library.parent.mkdir(parents=True)
     library.touch()
+    for package in library.parents[1:3]:
+        (package / "__init__.py").touch()  # hides an installed one
     for name in [name for name in sys.modules if name.split(".")[0] == "nvidia"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(str(tmp_path))

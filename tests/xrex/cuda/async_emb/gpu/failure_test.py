@@ -15,6 +15,7 @@ from tests.xrex.cuda.async_emb.gpu.devices import (
     ON_GPUS,
     Hold,
     gpu_mesh,
+    hold_of,
     is_open,
     wait_until_armed,
 )
@@ -48,7 +49,7 @@ NUM_ABORTS = 20
 
 @pytest.fixture
 def hold(num_ranks: int) -> Hold:
-    return Hold(gpu_mesh(num_ranks))
+    return hold_of(num_ranks)
 
 
 def context(num_ranks: int, **options: Any) -> Any:
@@ -112,9 +113,10 @@ def test_abort_at_any_moment_of_a_step_leaves_it_whole_or_undone(
     before, after = case.state, expected_update(case).state
     moments = np.linspace(0.0, 1.3 * HOLD_SECS, NUM_ABORTS)
     seen: set[str] = set()
+    with context(num_ranks) as ctx:
+        steps, ids = Steps(ctx), random_ids(ctx, NUM_ROWS, 1)
     for moment in moments:
-        with context(num_ranks) as ctx:
-            steps, ids = Steps(ctx), random_ids(ctx, NUM_ROWS, 1)
+        with context(num_ranks) as ctx:  # equal to the first one: programs serve them all
             assert_works(steps, case)
             state, inputs = steps.put_state(before), steps.put_update(case)
             device_ids = steps.put_ids(ids)

@@ -11,8 +11,8 @@ import pytest
 
 from tests.xrex.cuda.async_emb.gpu.devices import (
     ON_GPUS,
-    Hold,
     gpu_mesh,
+    hold_of,
     is_open,
     wait_until_armed,
 )
@@ -237,7 +237,7 @@ def test_hundreds_of_steps_beside_collectives_of_xla(num_ranks: int) -> None:
 def test_host_that_runs_far_ahead_of_busy_devices_changes_nothing(num_ranks: int) -> None:
     setting = make_setting()
     oracle = make_oracle(setting, LAZY, {})
-    hold = Hold(gpu_mesh(num_ranks))
+    hold = hold_of(num_ranks)
     shape = (num_ranks, NUM_TOKENS, EMB_WIDTH, NUM_SLOTS)
     num_warm, num_steps = 3, 12
 

@@ -1,0 +1,464 @@
+"""Runs all tests of the project on the GPUs of this machine, once, and writes a report.
+
+usage: python3 run_all.py [--multi-gpu] [--only PATTERN] [--sanitize] [--report DIR] ...
+
+Every C++ program and every Python test file runs in a process of its own with a time limit of its
+own, so one that crashes or hangs does not end the rest. C++ programs and the files of
+tests/xrex/cuda/async_emb/gpu run alone; the others share the GPU, several at a time. Needs nothing
+but Python for itself. The exit status is 1 if anything failed or was not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import dataclasses
+import fnmatch
+import glob
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+GPU_TESTS = Path("tests", "xrex", "cuda", "async_emb", "gpu")
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "numpy", "nvidia-nccl-cu13", "pytest")
+SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+SANITIZER_EXIT = 99
+NUM_CPU_DEVICES = 8
+TAIL_LINES = 40
+
+# Lines of pytest -v and of GoogleTest.
+STARTED = re.compile(r"\[ RUN      \] (\S+)|(\S+\.py::[^ \[]+(?:\[.*?\])?)")
+ENDED = re.compile(r" (?:PASSED|SKIPPED|FAILED|ERROR)\b|^\[ +(?:OK|SKIPPED|FAILED) +\]")
+
+PASSED, FAILED, TIMED_OUT, CRASHED, NOT_RUN = "passed", "failed", "timed out", "crashed", "not run"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A process to run.
+
+    Attributes:
+        name: how the report calls it.
+        command: its command line, without what tells it where to write its XML.
+        kind: "cc" or "python", which says how to ask for the XML.
+        alone: whether nothing else may use the GPU meanwhile.
+        limit_secs: its time limit.
+    """
+
+    name: str
+    command: list[str]
+    kind: str
+    alone: bool
+    limit_secs: float
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What became of a job; the names of failed and skipped cases, and the end of its output."""
+
+    name: str
+    status: str = NOT_RUN
+    exit_status: int | None = None
+    secs: float = 0.0
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    failures: list[str] = dataclasses.field(default_factory=list)
+    reasons_to_skip: dict[str, int] = dataclasses.field(default_factory=dict)
+    tail: str = ""
+
+
+def main(arguments: list[str]) -> int:
+    options = parse(arguments)
+    root = find_root()
+    report = options.report.resolve()
+    report.mkdir(parents=True, exist_ok=True)
+    environment = environment_of(root, options)
+    versions = describe_machine(root, environment)
+    print("\n".join(f"{name}: {value}" for name, value in versions.items()), flush=True)
+    jobs = find_jobs(root, options)
+    if not jobs:
+        print(f"no test matches {options.only!r} below {root}")
+        return 1
+    if options.list:
+        print("\n".join(job.name for job in jobs))
+        return 0
+    outcomes = run_jobs(jobs, root, report, versions, environment, options)
+    print(summary(outcomes))
+    print(f"details: {report / 'report.txt'}")
+    return 0 if all(outcome.status == PASSED for outcome in outcomes) else 1
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Runs all tests on the GPUs of this machine and writes a report."
+    )
+    parser.add_argument(
+        "--multi-gpu",
+        action="store_true",
+        help="use all GPUs, and run what needs several; without it, what needs one, on one",
+    )
+    parser.add_argument(
+        "--only",
+        default="*",
+        metavar="PATTERN",
+        help="run jobs whose name has this in it (fnmatch)",
+    )
+    parser.add_argument(
+        "--skip", default="", metavar="PATTERN", help="leave out jobs whose name has this in it"
+    )
+    parser.add_argument("-k", default="", metavar="EXPRESSION", help="pytest's -k for Python files")
+    parser.add_argument(
+        "--gpu-tests-only",
+        action="store_true",
+        help="run C++ programs and the Python files that are about GPUs, and no others",
+    )
+    parser.add_argument(
+        "--sanitize",
+        action="store_true",
+        help="run the C++ kernel tests under compute-sanitizer, and nothing else",
+    )
+    parser.add_argument(
+        "--report", type=Path, default=Path("gpu_report"), metavar="DIR", help="where to write"
+    )
+    parser.add_argument(
+        "--file-limit-s", type=float, default=150, help="time limit of each process, in seconds"
+    )
+    parser.add_argument(
+        "--limit-s", type=float, default=3600, help="time limit of it all; the rest is not run"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=6, help="how many processes may share the GPU at a time"
+    )
+    parser.add_argument("--list", action="store_true", help="print the names of the jobs")
+    return parser.parse_args(arguments)
+
+
+def find_root() -> Path:
+    """The folder that has the package in it: this file's own in a bundle."""
+    for folder in Path(__file__).resolve().parents:
+        if (folder / "phoenix" / "xrex").is_dir():
+            return folder
+    raise SystemExit(f"no folder above {__file__} has phoenix/xrex in it")
+
+
+def environment_of(root: Path, options: argparse.Namespace) -> dict[str, str]:
+    """The environment of all jobs: GPUs are JAX's default devices, beside CPU devices."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    count = f"--xla_force_host_platform_device_count={NUM_CPU_DEVICES}"
+    path = [str(root), str(root / "phoenix"), os.environ.get("PYTHONPATH", "")]
+    environment = dict(os.environ) | {
+        "JAX_PLATFORMS": "cuda,cpu",
+        "PJRT_NPROC": str(2 * NUM_CPU_DEVICES),
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONPATH": os.pathsep.join(part for part in path if part),
+        "PYTHONUNBUFFERED": "1",
+        "XLA_FLAGS": f"{flags} {count}".strip(),
+    }
+    environment.pop("XLA_PYTHON_CLIENT_PREALLOCATE", None)  # tests look at what XLA does not hold
+    if not options.multi_gpu:
+        environment["JAX_CUDA_VISIBLE_DEVICES"] = "0"
+    return environment
+
+
+# --- What there is ------------------------------------------------------------------------------
+
+
+def describe_machine(root: Path, environment: dict[str, str]) -> dict[str, str]:
+    """Versions of all that matters, by name."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    found = {"GPUs": output_of(query).replace("\n", "; "), "Python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    program = (
+        "from xrex.cuda.async_emb import native\n"
+        "api = native.load('CUDA')\n"
+        "print(api.nccl_version(), api.nccl_library_path())"
+    )
+    found["NCCL in use"] = output_of([sys.executable, "-c", program], cwd=root, env=environment)
+    return found
+
+
+def output_of(
+    command: list[str], cwd: Path | None = None, env: dict[str, str] | None = None
+) -> str:
+    """What a command prints last, or why it failed."""
+    try:
+        found = subprocess.run(
+            command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"unknown ({error})"
+    lines = (found.stdout if found.returncode == 0 else found.stderr).strip()
+    return lines if found.returncode == 0 else f"unknown ({lines.splitlines()[-1:]})"
+
+
+def find_jobs(root: Path, options: argparse.Namespace) -> list[Job]:
+    jobs = sanitizer_jobs(root, options) if options.sanitize else []
+    if not options.sanitize:
+        jobs = cc_jobs(root, options) + python_jobs(root, options)
+
+    def matches(job: Job, pattern: str) -> bool:
+        return fnmatch.fnmatch(job.name, f"*{pattern}*")
+
+    return [
+        job
+        for job in jobs
+        if matches(job, options.only) and not (options.skip and matches(job, options.skip))
+    ]
+
+
+def cc_programs(root: Path) -> list[Path]:
+    """The GPU tests in C++: executables, by the names of their sources."""
+    return sorted(
+        path
+        for path in (root / "tests").rglob("*cuda*_test")
+        if path.is_file() and os.access(path, os.X_OK)
+    )
+
+
+def cc_jobs(root: Path, options: argparse.Namespace) -> list[Job]:
+    return [
+        Job(path.name, [str(path)], "cc", alone=True, limit_secs=options.file_limit_s)
+        for path in cc_programs(root)
+    ]
+
+
+def sanitizer_jobs(root: Path, options: argparse.Namespace) -> list[Job]:
+    sanitizer = shutil.which("compute-sanitizer")
+    installed = sorted(glob.glob("/usr/local/cuda*/bin/compute-sanitizer"))
+    if sanitizer is None and not installed:
+        raise SystemExit("--sanitize needs compute-sanitizer of the CUDA toolkit on PATH")
+    program = sanitizer or installed[-1]
+    return [
+        Job(
+            f"{path.name} [{tool}]",
+            [
+                program,
+                f"--tool={tool}",
+                f"--error-exitcode={SANITIZER_EXIT}",
+                str(path),
+                "--gtest_filter=-*Huge*",
+            ],
+            "cc",
+            alone=True,
+            limit_secs=options.file_limit_s,
+        )
+        for path in cc_programs(root)
+        if "kernel" in path.name
+        for tool in SANITIZER_TOOLS
+    ]
+
+
+def python_jobs(root: Path, options: argparse.Namespace) -> list[Job]:
+    """GPU tests first; with several GPUs only what needs them, and all others on all GPUs."""
+    marks = "multi_gpu" if options.multi_gpu else "not multi_gpu"
+    jobs = []
+    for path in sorted((root / "tests" / "xrex").rglob("*_test.py")):
+        name = path.relative_to(root)
+        alone = GPU_TESTS in name.parents
+        if options.gpu_tests_only and not alone:
+            continue
+        command = [sys.executable, "-m", "pytest", str(name), "-v", "--tb=short", "-rs"]
+        command += ["-p", "no:cacheprovider", "--durations=5", "--durations-min=2"]
+        command += ["-o", f"faulthandler_timeout={0.7 * options.file_limit_s:.0f}"]
+        command += ["-m", marks] if alone else []
+        command += ["-k", options.k] if options.k else []
+        jobs.append(Job(str(name), command, "python", alone, options.file_limit_s))
+    return sorted(jobs, key=lambda job: not job.alone)
+
+
+# --- Running ------------------------------------------------------------------------------------
+
+
+def run_jobs(
+    jobs: list[Job],
+    root: Path,
+    report: Path,
+    versions: dict[str, str],
+    environment: dict[str, str],
+    options: argparse.Namespace,
+) -> list[Outcome]:
+    """Runs all jobs; the report is up to date after each of them, should this process be ended."""
+    deadline = time.monotonic() + options.limit_s
+    outcomes = {job.name: Outcome(job.name) for job in jobs}
+    writing = threading.Lock()
+
+    def run(job: Job, memory_fraction: float) -> None:
+        env = environment | {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{memory_fraction:.3f}"}
+        outcome = run_job(job, root, report, env, deadline)
+        with writing:
+            outcomes[job.name] = outcome
+            print(line_of(outcome), flush=True)
+            write_report(report, versions, list(outcomes.values()))
+
+    for job in jobs:
+        if job.alone:
+            run(job, 0.4)
+    num_sharers = max(1, options.jobs)
+    with concurrent.futures.ThreadPoolExecutor(num_sharers) as pool:
+        for future in [pool.submit(run, job, 0.6 / num_sharers) for job in jobs if not job.alone]:
+            future.result()
+    return list(outcomes.values())
+
+
+def run_job(
+    job: Job, root: Path, report: Path, environment: dict[str, str], deadline: float
+) -> Outcome:
+    outcome = Outcome(job.name)
+    left = deadline - time.monotonic()
+    if left <= 0:
+        return outcome
+    stem = "".join(c if c.isalnum() else "_" for c in job.name)
+    log, xml = report / f"{stem}.log", report / f"{stem}.xml"
+    xml.unlink(missing_ok=True)
+    xml_option = f"--junitxml={xml}" if job.kind == "python" else f"--gtest_output=xml:{xml}"
+    began = time.monotonic()
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            [*job.command, xml_option],
+            cwd=root,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            outcome.exit_status = process.wait(min(job.limit_secs, left))
+        except subprocess.TimeoutExpired:
+            outcome.status = TIMED_OUT
+        finally:
+            end_group(process)
+    outcome.secs = time.monotonic() - began
+    if not count_cases(xml, outcome):
+        count_lines(log.read_text(errors="replace"), outcome)
+    if outcome.status != TIMED_OUT:
+        outcome.status = status_of(job, outcome)
+    if outcome.status != PASSED:
+        lines = log.read_text(errors="replace").splitlines()
+        outcome.tail = "\n".join(lines[-TAIL_LINES:])
+    return outcome
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Ends a job and all processes that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def status_of(job: Job, outcome: Outcome) -> str:
+    nothing_to_run = job.kind == "python" and outcome.exit_status == 5
+    if outcome.exit_status == 0 or nothing_to_run:
+        return FAILED if outcome.failed else PASSED
+    known = (1,) if job.kind == "python" else (1, SANITIZER_EXIT)
+    return FAILED if outcome.exit_status in known else CRASHED
+
+
+def count_cases(xml: Path, outcome: Outcome) -> bool:
+    """Reads pytest's or GoogleTest's XML; returns whether there is one. A crash leaves none."""
+    try:
+        cases = list(ET.parse(xml).iter("testcase"))
+    except (OSError, ET.ParseError):
+        return False
+    for case in cases:
+        skipped = case.find("skipped")
+        problem = case.find("failure") if case.find("failure") is not None else case.find("error")
+        if problem is not None:
+            outcome.failed += 1
+            message = (problem.get("message") or "").strip().splitlines()[:1]
+            outcome.failures.append(f"{case.get('name')}: {' '.join(message)[:300]}")
+        elif skipped is not None or case.get("status") == "notrun":
+            outcome.skipped += 1
+            reason = (skipped.get("message") if skipped is not None else None) or "disabled"
+            outcome.reasons_to_skip[reason] = outcome.reasons_to_skip.get(reason, 0) + 1
+        else:
+            outcome.passed += 1
+    return True
+
+
+def count_lines(log: str, outcome: Outcome) -> None:
+    """Counts from the output of a job that left no XML, and names the case that was running."""
+    running = ""
+    for line in log.splitlines():
+        if started := STARTED.match(line):
+            running = started[1] or started[2]
+        ended = ENDED.search(line)
+        if not (running and ended):
+            continue
+        result = ended[0].strip(" []").split()[0]
+        if result in ("PASSED", "OK"):
+            outcome.passed += 1
+        elif result == "SKIPPED":
+            outcome.skipped += 1
+        else:
+            outcome.failed += 1
+            outcome.failures.append(running)
+        running = ""
+    if running:
+        outcome.failures.append(f"{running} was running")
+
+
+# --- Reporting ----------------------------------------------------------------------------------
+
+
+def line_of(outcome: Outcome) -> str:
+    counts = f"{outcome.passed} passed, {outcome.failed} failed, {outcome.skipped} skipped"
+    status = outcome.status
+    if status in (CRASHED, FAILED) and outcome.exit_status is not None:
+        status += f" ({outcome.exit_status})"
+    return f"{status:14} {outcome.secs:6.1f} s  {counts:40} {outcome.name}"
+
+
+def summary(outcomes: list[Outcome]) -> str:
+    """What failed, and how much there was of everything."""
+    bad = [outcome for outcome in outcomes if outcome.status != PASSED]
+    lines = ["", "=" * 100]
+    for outcome in bad:
+        lines.append(line_of(outcome))
+        lines.extend(f"    {failure}" for failure in outcome.failures[:10])
+    passed, failed, skipped = (
+        sum(getattr(outcome, name) for outcome in outcomes)
+        for name in ("passed", "failed", "skipped")
+    )
+    lines.append(
+        f"{len(outcomes) - len(bad)} of {len(outcomes)} files passed; cases: {passed} passed, "
+        f"{failed} failed, {skipped} skipped"
+    )
+    return "\n".join(lines)
+
+
+def write_report(report: Path, versions: dict[str, str], outcomes: list[Outcome]) -> None:
+    content = {
+        "machine": versions,
+        "outcomes": [dataclasses.asdict(outcome) for outcome in outcomes],
+    }
+    (report / "report.json").write_text(json.dumps(content, indent=1) + "\n")
+    lines = [f"{name}: {value}" for name, value in versions.items()]
+    lines += ["", *(line_of(outcome) for outcome in outcomes)]
+    for outcome in outcomes:
+        skips = [f"  skipped {n}: {reason}" for reason, n in outcome.reasons_to_skip.items()]
+        if outcome.tail or skips:
+            lines += ["", f"--- {outcome.name}: {outcome.status}", *skips]
+            lines += [*outcome.failures, outcome.tail] if outcome.tail else []
+    lines.append(summary(outcomes))
+    (report / "report.txt").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
