@@ -24,8 +24,8 @@ namespace xrex::async_emb::cuda_kernels {
 // starts as zeros. Kernels of one step go by this word and not by the mapped
 // one, which may change while they run.
 struct StepDecision {
-  std::int32_t applied;  // update: ApplyAdagrad found the exchange complete
-  std::int32_t ok;       // what the done call of the latest ended step goes by
+  std::int32_t applied = 0;  // update: ApplyAdagrad found the exchange complete
+  std::int32_t ok = 0;  // what the done call of the latest ended step goes by
 };
 
 // The device's view of a step guard.
