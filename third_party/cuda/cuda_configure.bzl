@@ -38,7 +38,7 @@ def _refusal(rctx, folder):
         return "has an nvcc that does not tell its version: %s" % (run.stderr or run.stdout)
     version = words[1].split(",")[0]
     if [int(part) for part in version.split(".")] < _MIN_VERSION:
-        return "is CUDA %s, older than %d.%d" % (version, _MIN_VERSION[0], _MIN_VERSION[1])
+        return "holds CUDA %s, older than %d.%d" % (version, _MIN_VERSION[0], _MIN_VERSION[1])
     return None
 
 def _named_toolkit(rctx):
