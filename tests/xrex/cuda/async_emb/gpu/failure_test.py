@@ -38,6 +38,7 @@ from tests.xrex.cuda.async_emb.numerics_cases import (
 from tests.xrex.cuda.async_emb.testing import ready_context
 from xrex.cuda.async_emb import async_emb, native
 from xrex.cuda.async_emb.async_emb import AsyncEmbContextHandle, AsyncEmbOptions
+from xrex.cuda.async_emb.reference import TableState
 
 ABORTED = "async_emb communicator aborted: "
 NUM_ROWS, NUM_SLOTS, TOKENS, SHARD_WIDTH = 20_000, 4096, 4096, 128
@@ -68,18 +69,30 @@ def case_of(num_ranks: int, seed: int = 0) -> UpdateCase:
     return make_case(rng, num_ranks * TOKENS, NUM_ROWS, num_ranks * SHARD_WIDTH, NUM_SLOTS)
 
 
-def run_whole_step(steps: Steps, state: Any, case: UpdateCase, ids: np.ndarray, gate: Any) -> Any:
+class Placed(NamedTuple):
+    """The inputs of a whole step, on the devices and ready."""
+
+    state: TableState
+    update: Any
+    ids: Any
+
+
+def place(steps: Steps, case: UpdateCase, ids: np.ndarray) -> Placed:
+    placed = Placed(steps.put_state(case.state), steps.put_update(case), steps.put_ids(ids))
+    return jax.block_until_ready(placed)
+
+
+def run_whole_step(steps: Steps, placed: Placed, gate: Any) -> Any:
     """An update and then a lookup in the updated table; nothing is waited for."""
-    finished = steps.finish_update(steps.start_update(state, *steps.put_update(case), gate))
-    table, pin = steps.start_lookup(steps.put_ids(ids), finished.state.table, gate)
+    finished = steps.finish_update(steps.start_update(placed.state, *placed.update, gate))
+    table, pin = steps.start_lookup(placed.ids, finished.state.table, gate)
     embeddings, table = steps.finish_lookup(table, pin)
     return finished._replace(state=finished.state._replace(table=table)), embeddings
 
 
 def assert_works(steps: Steps, case: UpdateCase) -> None:
     ids = random_ids(steps.ctx, NUM_ROWS, 1)
-    state = steps.put_state(case.state)
-    finished, embeddings = run_whole_step(steps, state, case, ids, steps.open_gate())
+    finished, embeddings = run_whole_step(steps, place(steps, case, ids), steps.open_gate())
     expected = expected_update(case)
     assert_same_state(on_host(finished.state), expected.state)
     assert finished.valids.tolist() == [1] * steps.ctx.group_size
@@ -105,8 +118,23 @@ def wait_for_error(ctx: AsyncEmbContextHandle, patience_secs: float) -> str | No
 # --- Aborts in the middle of a step -------------------------------------------------------------
 
 
+def parts_of(state: Any) -> list[TableState]:
+    """What each rank holds: its columns of the table, and its copies of the rest."""
+    shards = [x.addressable_shards for x in state]
+    return [
+        TableState(*(np.array(shard.data) for shard in of_rank))
+        for of_rank in zip(*shards, strict=True)
+    ]
+
+
+def parts_of_host(state: TableState) -> list[TableState]:
+    """What each rank has to hold of a state."""
+    num_parts = state.table.shape[1] // SHARD_WIDTH
+    return [state._replace(table=part) for part in np.split(state.table, num_parts, axis=1)]
+
+
 @ON_GPUS
-def test_abort_at_any_moment_of_a_step_leaves_it_whole_or_undone(
+def test_abort_at_any_moment_leaves_the_step_whole_or_undone_on_each_rank(
     num_ranks: int, hold: Hold
 ) -> None:
     case = case_of(num_ranks)
@@ -118,30 +146,30 @@ def test_abort_at_any_moment_of_a_step_leaves_it_whole_or_undone(
     for moment in moments:
         with context(num_ranks) as ctx:  # equal to the first one: programs serve them all
             assert_works(steps, case)
-            state, inputs = steps.put_state(before), steps.put_update(case)
-            device_ids = steps.put_ids(ids)
-            jax.block_until_ready((state, inputs, device_ids))
-            gate = hold.start(HOLD_SECS)
-            finished = steps.finish_update(steps.start_update(state, *inputs, gate))
-            table, pin = steps.start_lookup(device_ids, finished.state.table, gate)
-            embeddings, table = steps.finish_lookup(table, pin)
+            placed = place(steps, case, ids)
+            finished, embeddings = run_whole_step(steps, placed, hold.start(HOLD_SECS))
             time.sleep(moment)
             async_emb.abort(ctx)
 
-            found = on_host(finished.state._replace(table=table))
-            norms, valids = np.asarray(finished.norms), np.asarray(finished.valids)
-            if same_state(found, before):
-                outcome = "undone"
-                assert np.isnan(norms).all()
-                assert valids.tolist() == [0] * num_ranks
-                assert is_nan(embeddings)
-            else:
-                outcome = "done"
-                assert_same_state(found, after)
-                assert valids.tolist() == [1] * num_ranks
-                assert is_nan(embeddings) or are_rows(embeddings, ids, after.table)
-            seen.add(outcome)
-            assert error_of(ctx) == f"{ABORTED}abort() was called", outcome
+            found_parts = parts_of(finished.state)
+            wanted = zip(parts_of_host(before), parts_of_host(after), strict=True)
+            for rank, (undone, done) in enumerate(wanted):
+                found = found_parts[rank]
+                norm = np.asarray(finished.norms)[rank]
+                valid = int(np.asarray(finished.valids)[rank])
+                rows = np.split(np.asarray(embeddings), num_ranks)[rank]
+                own_ids = np.split(ids, num_ranks)[rank]
+                if same_state(found, undone):
+                    seen.add("undone")
+                    assert np.isnan(norm)
+                    assert valid == 0
+                    assert is_nan(rows)
+                else:
+                    seen.add("done")
+                    assert_same_state(found, done)
+                    assert valid == 1
+                    assert is_nan(rows) or are_rows(rows, own_ids, after.table)
+            assert error_of(ctx) == f"{ABORTED}abort() was called"
     assert "undone" in seen, "no abort came in time"
 
 
@@ -155,11 +183,8 @@ def test_after_an_abort_in_a_step_new_contexts_work_in_the_same_process(
         assert_works(steps, case)
         for _ in range(3):
             async_emb.reset_table_binding(ctx)
-            state = steps.put_state(case.state)
-            gate = hold.start(HOLD_SECS)
-            finished, embeddings = run_whole_step(
-                steps, state, case, random_ids(ctx, NUM_ROWS, 1), gate
-            )
+            placed = place(steps, case, random_ids(ctx, NUM_ROWS, 1))
+            finished, embeddings = run_whole_step(steps, placed, hold.start(HOLD_SECS))
             async_emb.abort(ctx)
             assert is_nan(embeddings)
             assert_same_state(on_host(finished.state), case.state)
@@ -176,12 +201,11 @@ def test_update_that_was_done_before_the_abort_stays(num_ranks: int, hold: Hold)
         in_flight = steps.start_update(
             steps.put_state(case.state), *steps.put_update(case), steps.open_gate()
         )
-        jax.block_until_ready(in_flight)
+        ids = steps.put_ids(random_ids(ctx, NUM_ROWS, 1))
+        jax.block_until_ready((in_flight, ids))
         async_emb.drain(ctx)
         gate = hold.start(HOLD_SECS)
-        table, pin = steps.start_lookup(
-            steps.put_ids(random_ids(ctx, NUM_ROWS, 1)), in_flight.table, gate
-        )
+        table, pin = steps.start_lookup(ids, in_flight.table, gate)
         wait_until_armed(ctx, lookups=1)
         async_emb.abort(ctx)
         embeddings, table = steps.finish_lookup(table, pin)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from tests.xrex.cuda.async_emb.gpu.devices import (
     ON_GPUS,
@@ -169,7 +170,7 @@ def crowded_step(pieces: Pieces) -> Any:
     ) -> Any:
         embeddings, table = pieces.finish_lookup(table, pin)
         in_flight = pieces.start_update(update, table, state, embeddings)
-        forward, deviated = collectives(tie(embeddings, in_flight.pin, jax.P()), ctx)
+        forward, deviated = collectives(tie(embeddings, in_flight.pin, P()), ctx)
         result = pieces.finish_update(in_flight, forward)
         table, pin = pieces.start_lookup(next_ids, result.table, result.pin)
         backward, deviated_again = collectives(tie(embeddings, pin, ctx.tokens_spec), ctx)
@@ -192,7 +193,7 @@ def test_hundreds_of_steps_beside_collectives_of_xla(num_ranks: int) -> None:
             batches.append(Batch(ids, segments, slots))
         tokens = ctx.tokens_spec
         placed = [
-            Batch(put(ctx, x.ids, tokens), put(ctx, x.segment_ids, tokens), put(ctx, x[2], jax.P()))
+            Batch(put(ctx, x.ids, tokens), put(ctx, x.segment_ids, tokens), put(ctx, x[2], P()))
             for x in batches
         ]
         table, pin = pieces.lookup_start(placed[0].ids, pieces.table())
@@ -244,12 +245,17 @@ def test_host_that_runs_far_ahead_of_busy_devices_changes_nothing(num_ranks: int
     with native_program(*shape, LAZY, eps=EPS, platform="gpu") as program:
         native = NativeSchedule(program, setting.state)
         results: list[Any] = []
+        batches, noises = jax.block_until_ready(
+            jax.tree.map(
+                lambda x: put(program.ctx, x, P() if len(x) == NUM_SLOTS else P("x")),
+                (setting.batches[: num_steps + 1], setting.noises[:num_steps]),
+            )
+        )
         for step in range(num_steps):
             if step == num_warm:  # everything is compiled by now
                 jax.block_until_ready(results)
                 gate = hold.start(1.5)
-            batch, next_batch = setting.batches[step : step + 2]
-            results.append(native.step(step, batch, next_batch, setting.noises[step]))
+            results.append(native.step(step, batches[step], batches[step + 1], noises[step]))
         wait_until_armed(program.ctx, updates=num_steps)
         was_held_up = not is_open(gate)
         native.flush()
