@@ -50,6 +50,7 @@ def test_batch_of_another_size_is_refused() -> None:
         prepare_batch(SETUP, half)
 
 
+@pytest.mark.skipif(SETUP.ctx.group_size != 4, reason="needs 4 devices, no more")
 def test_examples_that_do_not_divide_by_the_ranks_are_refused() -> None:
     shape = (3, 8)
     batch = helpers.ToyBatch(

@@ -134,6 +134,7 @@ def test_gate_may_be_any_pytree(ctx, gate):
     np.testing.assert_array_equal(bits(found), bits(table[ids]))
 
 
+@needs_devices(2)
 def test_gate_that_cannot_be_sharded_like_a_pin_needs_a_spec():
     ctx = make_handle()
     ids, table = random_ids(ctx), table_of(ctx)
