@@ -133,7 +133,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--report", type=Path, default=Path("gpu_report"), metavar="DIR", help="where to write"
     )
     parser.add_argument(
-        "--file-limit-s", type=float, default=150, help="time limit of each process, in seconds"
+        "--file-limit-s", type=float, default=240, help="time limit of each process, in seconds"
     )
     parser.add_argument(
         "--limit-s", type=float, default=3600, help="time limit of it all; the rest is not run"
