@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 
 from xrex.train.train_state import TrainState
 
-_STATE, _CONFIG = "state", "config"
+_STATE, _CONFIG, _DATA = "state", "config", "data"
 
 
 class CheckpointConfigError(ValueError):
@@ -53,10 +53,15 @@ class Checkpoints:
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=keep, create=True, enable_async_checkpointing=False
             ),
-            item_names=(_STATE, _CONFIG),
+            item_names=(_STATE, _CONFIG, _DATA),
         )
 
-    def save(self, train_step: Flushable, state: TrainState) -> TrainState:
+    def save(
+        self,
+        train_step: Flushable,
+        state: TrainState,
+        data_position: Mapping[str, Any] | None = None,
+    ) -> TrainState:
         """Flushes the pipeline and saves the state under its step. Returns when it is on disk.
 
         A checkpoint of this step that is there already is left as it is.
@@ -64,6 +69,7 @@ class Checkpoints:
         Args:
           train_step: the step that the state came out of.
           state: the state that came out last. It is used up.
+          data_position: where the data go on after the state's last step, in plain JSON values.
 
         Returns:
           The flushed state, to go on with.
@@ -78,6 +84,7 @@ class Checkpoints:
                 **{
                     _STATE: ocp.args.StandardSave(state),
                     _CONFIG: ocp.args.JsonSave(self._config),
+                    _DATA: ocp.args.JsonSave({"position": data_position}),
                 }
             ),
         )
@@ -94,11 +101,8 @@ class Checkpoints:
           FileNotFoundError: there is none.
           CheckpointConfigError: it belongs to a run with other settings.
         """
-        step = self.latest_step()
-        if step is None:
-            raise FileNotFoundError(f"there is no checkpoint in {self.folder}")
-        saved = self._manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore()))
-        self._require_same(saved[_CONFIG], step)
+        step = self._require_latest()
+        self._require_same(self._restore_json(step, _CONFIG), step)
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
         )
@@ -107,6 +111,24 @@ class Checkpoints:
         # Arrays of the run's own: those of the reader cannot always be donated.
         shardings = jax.tree.map(lambda x: x.sharding, state)
         return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)(state)
+
+    def data_position(self) -> Mapping[str, Any] | None:
+        """The data position that was saved with the newest checkpoint; None if there was none.
+
+        Raises:
+          FileNotFoundError: there is no checkpoint.
+        """
+        return self._restore_json(self._require_latest(), _DATA)["position"]
+
+    def _require_latest(self) -> int:
+        step = self.latest_step()
+        if step is None:
+            raise FileNotFoundError(f"there is no checkpoint in {self.folder}")
+        return step
+
+    def _restore_json(self, step: int, item: str) -> Any:
+        args = ocp.args.Composite(**{item: ocp.args.JsonRestore()})
+        return self._manager.restore(step, args=args)[item]
 
     def _require_same(self, saved: Mapping[str, Any], step: int) -> None:
         differing = [

@@ -117,6 +117,18 @@ class PipelinedTrainStep:
         """Makes the state of a new run; see `init_state`."""
         return init_state(self._setup, dense_params, table)
 
+    def prepare(self, batch: Any) -> PreparedBatch:
+        """Checks a batch, groups its tokens and starts its way to the devices.
+
+        `step` and `evaluate` take the result in place of the batch, and then need not do it. Safe
+        from any thread, beside a running step.
+
+        Raises:
+          TypeError: the batch is malformed.
+          ValueError: likewise.
+        """
+        return prepare_batch(self._setup, batch)
+
     def step(
         self, state: TrainState, batch: Any, next_batch: Any = None
     ) -> tuple[TrainState, StepMetrics]:
@@ -124,7 +136,8 @@ class PipelinedTrainStep:
 
         Args:
           state: the state that came out last. It is used up.
-          batch: the batch that was `next_batch` of the step before, if that step had one.
+          batch: the batch that was `next_batch` of the step before, if that step had one. Prepared
+            or not, this is to be the same object.
           next_batch: the batch of the next step; None arms no lookup.
 
         Returns:
@@ -248,7 +261,7 @@ class PipelinedTrainStep:
         armed = self._pipeline.armed
         if armed is None:
             return prepare_batch(self._setup, batch)
-        if armed.source is not batch:
+        if armed is not batch and armed.source is not batch:
             raise ValueError(
                 "a lookup is armed for the next_batch of the step before, and this is another "
                 "batch; pass that one, or call flush(state) to drop the lookup"

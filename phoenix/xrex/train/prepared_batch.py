@@ -40,12 +40,15 @@ class PreparedBatch(NamedTuple):
 def prepare_batch(setup: TrainSetup, batch: Any) -> PreparedBatch:
     """Checks a batch, groups its tokens by id and starts its way to the devices.
 
-    Every process passes the same global batch and keeps the part of its own devices.
+    Every process passes the same global batch and keeps the part of its own devices. A batch that
+    is prepared already is returned as it is.
 
     Raises:
       TypeError: the ids are not integers or the mask is not bool.
       ValueError: a shape is wrong, or there are more distinct ids than `ctx.num_unique`.
     """
+    if isinstance(batch, PreparedBatch):
+        return batch
     ids, mask = (np.asarray(x) for x in setup.tokens(batch))
     _check_tokens(setup, ids, mask, batch)
     # An id of V is outside the table, so that padding gets segment -1.

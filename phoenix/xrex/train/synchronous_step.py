@@ -14,7 +14,7 @@ from xrex.optimizers.recsys import GradientUpdate
 from xrex.train.engines import PlainEngine
 from xrex.train.evaluation import EvaluationProgram, evaluation_program
 from xrex.train.plain_update import plain_update
-from xrex.train.prepared_batch import DeviceBatch, check_loss, prepare_batch
+from xrex.train.prepared_batch import DeviceBatch, PreparedBatch, check_loss, prepare_batch
 from xrex.train.train_state import StepMetrics, TrainSetup, TrainState, init_state, shardings_of
 
 
@@ -33,6 +33,10 @@ class SynchronousTrainStep:
     def init(self, dense_params: Any, table: Any) -> TrainState:
         """Makes the state of a new run; see `init_state`."""
         return init_state(self._setup, dense_params, table)
+
+    def prepare(self, batch: Any) -> PreparedBatch:
+        """Makes a batch ready ahead of its step; see `PipelinedTrainStep.prepare`."""
+        return prepare_batch(self._setup, batch)
 
     def step(
         self, state: TrainState, batch: Any, next_batch: Any = None

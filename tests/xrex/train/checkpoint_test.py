@@ -100,6 +100,14 @@ def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
 
 
+def test_data_position_is_kept_with_its_checkpoint(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path, CONFIG) as checkpoints:
+        checkpoints.save(AT_REST, state_at(1), {"epoch": 0, "shares": [{"offset": 7}]})
+        assert checkpoints.data_position() == {"epoch": 0, "shares": [{"offset": 7}]}
+        checkpoints.save(AT_REST, state_at(2))
+        assert checkpoints.data_position() is None
+
+
 def test_step_that_is_saved_already_is_not_saved_again(tmp_path: Path) -> None:
     with Checkpoints(tmp_path, CONFIG) as checkpoints:
         checkpoints.save(AT_REST, state_at(1))

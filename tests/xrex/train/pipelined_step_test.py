@@ -63,6 +63,30 @@ def test_pipeline_refilled_after_a_flush_equals_the_oracle(steps_before: int) ->
     helpers.assert_same_table(state, oracle.state)
 
 
+def test_prepared_batches_train_as_the_batches_they_were_made_of() -> None:
+    setup = helpers.toy_setup(helpers.LAZY)
+    batches = [helpers.toy_batch(seed) for seed in range(5)]
+    results = []
+    for prepared in (False, True):
+        step, state = start(setup)
+        with step:
+            inputs = [step.prepare(batch) for batch in batches] if prepared else batches
+            for batch, next_batch in look_ahead(inputs):
+                state, _ = step.step(state, batch, next_batch)
+            state, loss, _ = step.evaluate(step.flush(state), inputs[0])
+            results.append(helpers.host_copy((state, loss)))
+    helpers.assert_same_states(*results)
+
+
+def test_batch_may_be_passed_after_its_prepared_form_was_armed() -> None:
+    first, second = helpers.toy_batch(0), helpers.toy_batch(1)
+    step, state = start(helpers.toy_setup())
+    with step:
+        state, _ = step.step(state, first, step.prepare(second))
+        state, _ = step.step(state, second)
+        assert int(step.flush(state).step) == 2
+
+
 def test_refill_makes_each_exchange_once() -> None:
     setup = helpers.toy_setup()
     first, second, third = (helpers.toy_batch(seed) for seed in range(3))

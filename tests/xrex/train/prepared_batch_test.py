@@ -23,6 +23,12 @@ def test_segments_lead_to_the_ids() -> None:
     np.testing.assert_array_equal(rows, BATCH.ids.reshape(-1)[listed])
 
 
+def test_prepared_batch_is_returned_as_it_is() -> None:
+    prepared = prepare_batch(SETUP, BATCH)
+    assert prepare_batch(SETUP, prepared) is prepared
+    assert prepared.source is BATCH
+
+
 def test_batch_lies_as_the_context_says() -> None:
     arrays = prepare_batch(SETUP, BATCH).arrays
     assert arrays.ids.sharding == arrays.segment_ids.sharding == SETUP.token_sharding()
