@@ -12,24 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-
-class DataFileError(ValueError):
-    """A data file that cannot be used: says which file, line and column, and why."""
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        line: int | None,
-        column: str | None,
-        reason: str,
-    ) -> None:
-        where = str(path)
-        if line is not None:
-            where += f":{line}"
-        if column is not None:
-            where += f": column {column!r}"
-        super().__init__(f"{where}: {reason}")
-        self.path, self.line, self.column = str(path), line, column
+from xrex.train.data_files import DataFileError
 
 
 @dataclasses.dataclass(frozen=True)

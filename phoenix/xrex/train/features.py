@@ -72,14 +72,12 @@ class ExampleSet:
       rows: int32 [n, F], table rows; `PADDING_ROW` where `mask` is False.
       mask: bool [n, F], True where a slot holds a value.
       labels: float32 [n], 0 or 1.
-      times: int64 [n], event times (seconds, or the position for generated data).
     """
 
     layout: FeatureLayout
     rows: np.ndarray
     mask: np.ndarray
     labels: np.ndarray
-    times: np.ndarray
 
     def __post_init__(self) -> None:
         shape = (len(self.labels), self.layout.num_slots)
@@ -94,9 +92,19 @@ class ExampleSet:
 
     def take(self, index: np.ndarray | slice) -> ExampleSet:
         """The examples at `index`, in its order."""
-        return ExampleSet(
-            self.layout, self.rows[index], self.mask[index], self.labels[index], self.times[index]
-        )
+        return ExampleSet(self.layout, self.rows[index], self.mask[index], self.labels[index])
+
+
+def concatenate(parts: Sequence[ExampleSet]) -> ExampleSet:
+    """The examples of several sets of one layout, in order; at least one set."""
+    if len(parts) == 1:
+        return parts[0]
+    return ExampleSet(
+        parts[0].layout,
+        np.concatenate([part.rows for part in parts]),
+        np.concatenate([part.mask for part in parts]),
+        np.concatenate([part.labels for part in parts]),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,9 +161,18 @@ def pad_rows(rows_of_examples: Iterable[Sequence[int]], slots: int) -> np.ndarra
 
 
 def split_by_time(
-    examples: ExampleSet, train_fraction: float = 0.8, valid_fraction: float = 0.1
+    examples: ExampleSet,
+    times: np.ndarray,
+    train_fraction: float = 0.8,
+    valid_fraction: float = 0.1,
 ) -> Splits:
     """Splits by time. Events of one time are never torn apart: they go to the later part.
+
+    Args:
+      examples: n of them.
+      times: [n], when each of them happened, in any unit.
+      train_fraction: share of the examples that the first part gets, about.
+      valid_fraction: likewise the second part; the test part gets the rest.
 
     Raises:
       ValueError: the fractions do not leave something for every part, or a part stays empty.
@@ -166,12 +183,13 @@ def split_by_time(
             f"fractions train={train_fraction} and valid={valid_fraction} must be positive and "
             "leave a positive rest for test"
         )
-    ordered = examples.take(np.argsort(examples.times, kind="stable"))
+    order = np.argsort(times, kind="stable")
+    ordered, ordered_times = examples.take(order), times[order]
     count = len(ordered)
     cuts = [0]
     for fraction in (train_fraction, train_fraction + valid_fraction):
         position = min(round(count * fraction), count - 1)
-        cuts.append(int(np.searchsorted(ordered.times, ordered.times[position], side="left")))
+        cuts.append(int(np.searchsorted(ordered_times, ordered_times[position], side="left")))
     cuts.append(count)
     parts = [ordered.take(slice(start, end)) for start, end in itertools.pairwise(cuts)]
     if any(len(part) == 0 for part in parts):

@@ -142,8 +142,11 @@ def last_items(
     return result
 
 
-def load_movielens(folder: str | os.PathLike[str], num_rows: int) -> ExampleSet:
+def load_movielens(folder: str | os.PathLike[str], num_rows: int) -> tuple[ExampleSet, np.ndarray]:
     """Reads the data set. `folder` holds the three files; `num_rows` is V, the table's rows.
+
+    Returns:
+      The examples, and when each of them was rated: int64, in seconds.
 
     Raises:
       DataFileError: a file is missing or malformed, or a rating names an unknown user or item.
@@ -168,4 +171,4 @@ def load_movielens(folder: str | os.PathLike[str], num_rows: int) -> ExampleSet:
         [by_field[field.name].reshape(len(times), field.slots) for field in LAYOUT.fields], axis=1
     ).astype(np.int32)
     labels = (np.asarray(ratings.floats("rating")) >= POSITIVE_RATING).astype(np.float32)
-    return ExampleSet(LAYOUT, rows, rows != PADDING_ROW, labels, times)
+    return ExampleSet(LAYOUT, rows, rows != PADDING_ROW, labels), times

@@ -18,19 +18,61 @@ from tqdm import tqdm
 
 from xrex.cuda.async_emb.async_emb import RankStats
 from xrex.train import datasets
-from xrex.train.batches import steps_per_epoch
 from xrex.train.cpu_devices import cpu_mesh
+from xrex.train.criteo import CriteoFormat
+from xrex.train.data_files import ERROR, POLICIES
+from xrex.train.datasets import DataConfig, Dataset
 from xrex.train.phase_timer import PhaseTimer
 from xrex.train.trainer import PIPELINED, SYNCHRONOUS, TrainConfig, Trainer, TrainReport
 
 _DATASET = flags.DEFINE_enum(
-    "dataset", datasets.MOVIELENS_100K, datasets.NAMES, "Data to train on; zipf is generated."
+    "dataset",
+    datasets.MOVIELENS_100K,
+    datasets.NAMES,
+    "Data to train on. zipf is generated; criteo (tab-separated) and parquet read --train_files, "
+    "--valid_files and --test_files.",
 )
 _DATA_DIR = flags.DEFINE_string(
     "data_dir", None, "Folder of the MovieLens-100K files, if not those that Bazel fetched."
 )
 _NUM_EXAMPLES = flags.DEFINE_integer(
     "zipf_examples", 100_000, "Examples that --dataset=zipf generates.", lower_bound=100
+)
+_TRAIN_FILES = flags.DEFINE_list(
+    "train_files", [], "Paths or quoted glob patterns of the files to train on, by commas."
+)
+_VALID_FILES = flags.DEFINE_list("valid_files", [], "Likewise, to evaluate on while training.")
+_TEST_FILES = flags.DEFINE_list("test_files", [], "Likewise, to evaluate on at the end.")
+_ON_MALFORMED = flags.DEFINE_enum(
+    "on_malformed",
+    ERROR,
+    POLICIES,
+    "What a malformed row of these files does. error: stops the run with its place. drop: it is "
+    "left out and counted.",
+)
+_CRITEO_INTEGERS = flags.DEFINE_integer(
+    "criteo_integers", 13, "Integer columns of --dataset=criteo.", lower_bound=0
+)
+_CRITEO_CATEGORICALS = flags.DEFINE_integer(
+    "criteo_categoricals", 26, "Hexadecimal columns of --dataset=criteo.", lower_bound=0
+)
+_LABEL_COLUMN = flags.DEFINE_string(
+    "label_column", "label", "Label column of --dataset=parquet: bool, or the numbers 0 and 1."
+)
+_FEATURE_COLUMNS = flags.DEFINE_list(
+    "feature_columns",
+    [],
+    "Feature columns of --dataset=parquet: NAME, or NAME:SLOTS for a list column.",
+)
+_SHUFFLE_EXAMPLES = flags.DEFINE_integer(
+    "shuffle_examples",
+    131_072,
+    "Training examples that are shuffled among each other and held in memory, at least. 0 keeps "
+    "the order of the data.",
+    lower_bound=0,
+)
+_PREFETCH_BATCHES = flags.DEFINE_integer(
+    "prefetch_batches", 2, "Batches that are made ready ahead of the step.", lower_bound=1
 )
 _MODE = flags.DEFINE_enum(
     "mode",
@@ -65,7 +107,7 @@ _WORKDIR = flags.DEFINE_string(
 )
 _RESUME = flags.DEFINE_bool("resume", False, "Go on from the newest checkpoint in --workdir.")
 _CHECKPOINT_EVERY = flags.DEFINE_integer(
-    "checkpoint_every", None, "Steps between checkpoints; by default one epoch.", lower_bound=1
+    "checkpoint_every", None, "Steps between checkpoints; by default an epoch.", lower_bound=1
 )
 _KEEP_CHECKPOINTS = flags.DEFINE_integer(
     "keep_checkpoints", 3, "Checkpoints to keep.", lower_bound=1
@@ -100,6 +142,8 @@ def describe_report(report: TrainReport, seconds: Mapping[str, float]) -> str:
     lines = ["", f"{'':12}{'AUC':>8}{'log loss':>10}{'examples':>10}"]
     for name, part in (("validation", report.valid), ("test", report.test)):
         lines.append(f"{name:12}{part.auc:8.4f}{part.log_loss:10.4f}{part.num_examples:10}")
+    if report.dropped_rows:
+        lines += ["", f"{report.dropped_rows} malformed training rows were left out."]
     lines += ["", "Where the time went:"]
     for phase, spent in seconds.items():
         share = spent / seconds["total"]
@@ -125,47 +169,71 @@ def _describe_counters(counters: Mapping[int, RankStats]) -> list[str]:
     ]
 
 
-def _run() -> None:
-    timer = PhaseTimer()
-    workdir = choose_workdir(_WORKDIR.value, resume=_RESUME.value)
-    print(f"work folder: {workdir}", flush=True)
-    with timer.phase("data set"):
-        dataset = datasets.load_dataset(
-            _DATASET.value,
-            data_dir=Path(_DATA_DIR.value) if _DATA_DIR.value else None,
-            table_rows=_TABLE_ROWS.value,
-            seed=_SEED.value,
-            num_examples=_NUM_EXAMPLES.value,
-        )
-    splits = dataset.splits
-    per_epoch = steps_per_epoch(splits.train, _BATCH_SIZE.value)
-    config = TrainConfig(
+def _data_config() -> DataConfig:
+    return DataConfig(
+        name=_DATASET.value,
+        table_rows=_TABLE_ROWS.value,
+        seed=_SEED.value,
+        zipf_examples=_NUM_EXAMPLES.value,
+        data_dir=Path(_DATA_DIR.value) if _DATA_DIR.value else None,
+        train_files=tuple(_TRAIN_FILES.value),
+        valid_files=tuple(_VALID_FILES.value),
+        test_files=tuple(_TEST_FILES.value),
+        on_malformed=_ON_MALFORMED.value,
+        criteo=CriteoFormat(_CRITEO_INTEGERS.value, _CRITEO_CATEGORICALS.value),
+        label_column=_LABEL_COLUMN.value,
+        feature_columns=tuple(_FEATURE_COLUMNS.value),
+    )
+
+
+def _train_config() -> TrainConfig:
+    return TrainConfig(
         dataset=_DATASET.value,
         mode=_MODE.value,
         batch_size=_BATCH_SIZE.value,
-        end_step=_STEPS.value or _EPOCHS.value * per_epoch,
+        num_epochs=None if _STEPS.value else _EPOCHS.value,
+        end_step=_STEPS.value,
         seed=_SEED.value,
         table_rows=_TABLE_ROWS.value,
         emb_width=_EMB_WIDTH.value,
         learning_rate=_LEARNING_RATE.value,
         dense_learning_rate=_DENSE_LEARNING_RATE.value,
-        crosses=dataset.crosses,
-        checkpoint_every=_CHECKPOINT_EVERY.value or per_epoch,
+        shuffle_examples=_SHUFFLE_EXAMPLES.value,
+        prefetch_batches=_PREFETCH_BATCHES.value,
+        checkpoint_every=_CHECKPOINT_EVERY.value,
         keep_checkpoints=_KEEP_CHECKPOINTS.value,
         log_every=_LOG_EVERY.value,
     )
+
+
+def _describe_sizes(dataset: Dataset) -> str:
+    parts = {"training": dataset.train, "validation": dataset.valid, "test": dataset.test}
+    return ", ".join(
+        f"{purpose} part of {reader.num_blocks} blocks"
+        if reader.num_examples is None
+        else f"{reader.num_examples} {purpose} examples"
+        for purpose, reader in parts.items()
+    )
+
+
+def _run() -> None:
+    timer = PhaseTimer()
+    workdir = choose_workdir(_WORKDIR.value, resume=_RESUME.value)
+    print(f"work folder: {workdir}", flush=True)
+    with timer.phase("data set"):
+        dataset = datasets.load_dataset(_data_config())
+    config = _train_config()
     print(
-        f"{config.dataset}: {len(splits.train)} training, {len(splits.valid)} validation and "
-        f"{len(splits.test)} test examples, split by time; {config.mode} training on "
+        f"{config.dataset}: {_describe_sizes(dataset)}; {config.mode} training on "
         f"{_DEVICES.value} CPU devices, seed {config.seed}",
         flush=True,
     )
     mesh = cpu_mesh(_DEVICES.value)
 
-    def make_progress(done: int, end: int) -> tqdm:
+    def make_progress(done: int, end: int | None) -> tqdm:
         return tqdm(initial=done, total=end, unit="step", dynamic_ncols=True)
 
-    report = Trainer(config, splits, mesh, workdir, timer, make_progress).run(resume=_RESUME.value)
+    report = Trainer(config, dataset, mesh, workdir, timer, make_progress).run(resume=_RESUME.value)
     print(describe_report(report, timer.report()))
 
 

@@ -14,14 +14,16 @@ from jax.sharding import Mesh
 
 from xrex.cuda.async_emb import async_emb
 from xrex.optimizers.recsys import RowwiseAdagrad
-from xrex.train.batches import look_ahead, sequential_batches, training_batches
+from xrex.train.batch_stream import BatchStream
 from xrex.train.checkpoint import Checkpoints
-from xrex.train.features import Splits
+from xrex.train.data_pipeline import DataPipeline, StepInput
+from xrex.train.datasets import Dataset
 from xrex.train.metrics import auc, log_loss
 from xrex.train.model import MlpRanker
 from xrex.train.phase_timer import PhaseTimer
 from xrex.train.pipelined_step import PipelinedTrainStep
 from xrex.train.plot import save_curves
+from xrex.train.prepared_batch import PreparedBatch
 from xrex.train.synchronous_step import SynchronousTrainStep
 from xrex.train.train_log import TrainLog
 from xrex.train.train_state import TrainSetup, TrainState
@@ -39,14 +41,17 @@ class TrainConfig:
       dataset: name of the data set, for titles and to tell checkpoints apart.
       mode: PIPELINED, or SYNCHRONOUS for the same training in plain JAX.
       batch_size: examples of the global batch.
-      end_step: steps to train, those before a resume included.
+      num_epochs: passes over the training data, those before a resume included; None for no end.
+      end_step: steps to train, those before a resume included; None to end with the epochs.
       seed: of the initial values and of the order of the examples.
       table_rows: V.
       emb_width: W.
       learning_rate: of the embedding table (rowwise Adagrad).
       dense_learning_rate: of the MLP (Adam).
-      crosses: pairs of fields whose product the MLP sees.
-      checkpoint_every: steps between two checkpoints, each with an evaluation.
+      shuffle_examples: training examples that are shuffled among each other, at least.
+      prefetch_batches: batches that are made ready ahead.
+      checkpoint_every: steps between two checkpoints, each with an evaluation; None for one at the
+        end of every epoch.
       keep_checkpoints: how many checkpoints to keep.
       log_every: steps between two training records.
     """
@@ -54,21 +59,34 @@ class TrainConfig:
     dataset: str
     mode: str
     batch_size: int
-    end_step: int
+    num_epochs: int | None
+    end_step: int | None
     seed: int
     table_rows: int
     emb_width: int
     learning_rate: float
     dense_learning_rate: float
-    crosses: tuple[tuple[str, str], ...]
-    checkpoint_every: int
+    shuffle_examples: int
+    prefetch_batches: int
+    checkpoint_every: int | None
     keep_checkpoints: int
     log_every: int
 
+    def __post_init__(self) -> None:
+        if self.num_epochs is None and self.end_step is None:
+            raise ValueError("neither num_epochs nor end_step is given; a run needs one to end")
+
     def identity(self) -> dict[str, Any]:
         """The settings that a resumed run must share with the run it goes on from."""
-        free = {"end_step", "checkpoint_every", "keep_checkpoints", "log_every"}
-        fields = dataclasses.asdict(self) | {"crosses": [list(pair) for pair in self.crosses]}
+        free = {
+            "num_epochs",
+            "end_step",
+            "prefetch_batches",
+            "checkpoint_every",
+            "keep_checkpoints",
+            "log_every",
+        }
+        fields = dataclasses.asdict(self)
         return {name: value for name, value in fields.items() if name not in free}
 
 
@@ -90,6 +108,7 @@ class TrainReport:
       end_step: steps done.
       valid: metrics over the validation part.
       test: metrics over the test part.
+      dropped_rows: malformed rows that were left out of the training data.
       counters: the engine's counters by rank; empty without the native engine.
       files: what was written: purpose -> path.
     """
@@ -98,6 +117,7 @@ class TrainReport:
     end_step: int
     valid: Evaluation
     test: Evaluation
+    dropped_rows: int
     counters: Mapping[int, async_emb.RankStats]
     files: Mapping[str, Path]
 
@@ -120,27 +140,29 @@ class Trainer:
 
     Args:
       config: settings.
-      splits: the data.
+      dataset: the data.
       mesh: devices, along one axis.
       workdir: an existing folder for all that the run writes.
       timer: counts the time of the run's phases.
-      make_progress: (steps done, steps in all) -> display.
+      make_progress: (steps done, steps in all or None if unknown) -> display.
     """
 
     def __init__(
         self,
         config: TrainConfig,
-        splits: Splits,
+        dataset: Dataset,
         mesh: Mesh,
         workdir: Path,
         timer: PhaseTimer,
-        make_progress: Callable[[int, int], Progress],
+        make_progress: Callable[[int, int | None], Progress],
     ) -> None:
-        self._config, self._splits, self._workdir = config, splits, workdir
+        self._config, self._dataset, self._workdir = config, dataset, workdir
         self._timer, self._make_progress = timer, make_progress
-        self._model = MlpRanker(splits.train.layout, config.emb_width, crosses=config.crosses)
-        self._setup = _make_setup(config, splits, mesh, self._model)
+        layout = dataset.train.layout
+        self._model = MlpRanker(layout, config.emb_width, crosses=dataset.crosses)
+        self._setup = _make_setup(config, dataset, mesh, self._model)
         self._valid: list[tuple[int, Evaluation]] = []
+        self._dropped_rows = 0
 
     def run(self, *, resume: bool) -> TrainReport:
         """Trains to the last step, evaluates, and writes everything down.
@@ -150,82 +172,112 @@ class Trainer:
 
         Raises:
           CheckpointConfigError: the checkpoint was made with other settings.
+          DataFileError: a data file is malformed.
         """
         config, timer = self._config, self._timer
         metrics_path = self._workdir / "metrics.jsonl"
         log = TrainLog(metrics_path, config.log_every)
         checkpoints = Checkpoints(
             self._workdir / "checkpoints",
-            config.identity() | {"train_examples": len(self._splits.train)},
+            config.identity() | {"train_examples": self._dataset.train.num_examples},
             keep=config.keep_checkpoints,
         )
-        with log, checkpoints, self._make_step() as step:
+        with log, checkpoints, self._make_step() as step, self._make_pipeline(step) as data:
             with timer.phase("initial state"):
                 state = step.init(self._model.init(config.seed), _initial_table(config))
                 if resume and checkpoints.latest_step() is not None:
                     state = checkpoints.restore(state)
+                    data.restore(checkpoints.data_position() or data.state())
                 first_step = int(state.step)
-            state = self._train(step, state, first_step, log, checkpoints)
+            state = self._train(step, state, data, log, checkpoints)
             state, valid = self._evaluate(step, state, log, "valid")
             state, test = self._evaluate(step, state, log, "test")
             counters = step.counters()
         with timer.phase("plot"):
-            plot = self._plot(log, test)
+            plot = self._plot(log, int(state.step), test)
         files = {"metrics": metrics_path, "plot": plot, "checkpoints": checkpoints.folder}
-        return TrainReport(first_step, int(state.step), valid, test, counters, files)
+        return TrainReport(
+            first_step, int(state.step), valid, test, self._dropped_rows, counters, files
+        )
 
     def _make_step(self) -> TrainStep:
         if self._config.mode == PIPELINED:
             return PipelinedTrainStep(self._setup)
         return SynchronousTrainStep(self._setup)
 
+    def _make_pipeline(self, step: TrainStep) -> DataPipeline[PreparedBatch]:
+        config = self._config
+        stream = BatchStream(
+            self._dataset.train,
+            config.batch_size,
+            seed=config.seed,
+            shuffle_examples=config.shuffle_examples,
+            num_epochs=config.num_epochs,
+        )
+        return DataPipeline(stream, step.prepare, depth=config.prefetch_batches)
+
+    def _num_steps(self) -> int | None:
+        """Steps in all, as far as that is known beforehand."""
+        config, num_examples = self._config, self._dataset.train.num_examples
+        if config.end_step is not None or num_examples is None or config.num_epochs is None:
+            return config.end_step
+        return config.num_epochs * -(-num_examples // config.batch_size)
+
     def _train(
         self,
         step: TrainStep,
         state: TrainState,
-        first_step: int,
+        data: DataPipeline[PreparedBatch],
         log: TrainLog,
         checkpoints: Checkpoints,
     ) -> TrainState:
         config, timer = self._config, self._timer
-        progress = self._make_progress(first_step, config.end_step)
-        # One batch more than steps: a last step without a successor would be compiled anew.
-        end = config.end_step + 1
-        batches = look_ahead(
-            training_batches(self._splits.train, config.batch_size, config.seed, first_step, end)
-        )
-        for number in range(first_step + 1, config.end_step + 1):
+        first_step = number = int(state.step)
+        progress = self._make_progress(first_step, self._num_steps())
+        while config.end_step is None or number < config.end_step:
             with timer.phase("data"):
-                batch, next_batch = next(batches)
-            # Most of the first step is compilation.
+                item = next(data, None)
+            if item is None:
+                break
+            number += 1
+            # Most of the first step is compilation. A last step without a successor would be
+            # compiled anew; any batch may stand in, since the flush drops its lookup.
             with timer.phase("first step" if number == first_step + 1 else "steps"):
-                state, metrics = step.step(state, batch, next_batch)
-                log.add(number, batch, metrics)
+                state, metrics = step.step(state, item.batch, item.next_batch or item.batch)
+                log.add(number, item.host.batch, metrics)
+            self._dropped_rows = item.host.dropped_rows
             shown = {name: f"{value:.4f}" for name, value in log.latest().items()}
             speed = f"{self._speed(number - first_step):.0f}"
             progress.set_postfix(shown | {"examples/s": speed}, refresh=False)
             progress.update()
-            if number % config.checkpoint_every == 0 or number == config.end_step:
-                state = self._rest(step, state, number, log, checkpoints)
+            if item.next_batch is None:
+                break
+            if self._is_due(number, item):
+                state = self._save(step, state, data, log, checkpoints)
+                state, _ = self._evaluate(step, state, log, "valid")
         progress.close()
-        return state
+        return self._save(step, state, data, log, checkpoints)
 
-    def _rest(
+    def _is_due(self, number: int, item: StepInput[PreparedBatch]) -> bool:
+        """Whether a checkpoint and an evaluation come after this step, other than the last ones."""
+        if number == self._config.end_step:
+            return False
+        every = self._config.checkpoint_every
+        return item.ends_epoch if every is None else number % every == 0
+
+    def _save(
         self,
         step: TrainStep,
         state: TrainState,
-        number: int,
+        data: DataPipeline[PreparedBatch],
         log: TrainLog,
         checkpoints: Checkpoints,
     ) -> TrainState:
-        """Brings the pipeline to rest, saves, and evaluates unless the run ends here anyway."""
+        """Brings the pipeline to rest and saves."""
         with self._timer.phase("steps"):
             log.read_all()
         with self._timer.phase("checkpoint"):
-            state = checkpoints.save(step, state)
-        if number < self._config.end_step:
-            state, _ = self._evaluate(step, state, log, "valid")
-        return state
+            return checkpoints.save(step, state, data.state())
 
     def _speed(self, num_steps: int) -> float:
         """Examples per second over the steps of this run but its first."""
@@ -236,15 +288,23 @@ class Trainer:
     def _evaluate(
         self, step: TrainStep, state: TrainState, log: TrainLog, part: str
     ) -> tuple[TrainState, Evaluation]:
-        examples = self._splits.valid if part == "valid" else self._splits.test
-        with self._timer.phase("evaluation"):
-            logits = []
-            for batch in sequential_batches(examples, self._config.batch_size):
-                state, _, batch_logits = step.evaluate(state, batch)
-                logits.append(batch_logits)
-            scores = np.concatenate([np.asarray(x) for x in logits])[: len(examples)]
+        reader = self._dataset.valid if part == "valid" else self._dataset.test
+        config = self._config
+        labels: list[np.ndarray] = []
+        logits: list[np.ndarray] = []
+        stream = BatchStream(reader, config.batch_size, num_epochs=1)
+        with (
+            self._timer.phase("evaluation"),
+            DataPipeline(stream, step.prepare, depth=config.prefetch_batches) as data,
+        ):
+            for item in data:
+                state, _, batch_logits = step.evaluate(state, item.batch)
+                real = item.host.batch.weights > 0
+                labels.append(item.host.batch.labels[real])
+                logits.append(np.asarray(batch_logits)[real])
+            all_labels, scores = np.concatenate(labels), np.concatenate(logits)
             result = Evaluation(
-                auc(examples.labels, scores), log_loss(examples.labels, scores), len(examples)
+                auc(all_labels, scores), log_loss(all_labels, scores), len(all_labels)
             )
         number = int(state.step)
         if part == "valid":
@@ -252,7 +312,7 @@ class Trainer:
         log.write({"step": number, "split": part, "auc": result.auc, "log_loss": result.log_loss})
         return state, result
 
-    def _plot(self, log: TrainLog, test: Evaluation) -> Path:
+    def _plot(self, log: TrainLog, end_step: int, test: Evaluation) -> Path:
         path = self._workdir / "training.png"
         config = self._config
         save_curves(
@@ -262,19 +322,19 @@ class Trainer:
             loss={
                 "train": log.loss_curve,
                 "validation": [(step, part.log_loss) for step, part in self._valid],
-                "test": [(config.end_step, test.log_loss)],
+                "test": [(end_step, test.log_loss)],
             },
             auc={
                 "train (latest examples)": log.auc_curve,
                 "validation": [(step, part.auc) for step, part in self._valid],
-                "test": [(config.end_step, test.auc)],
+                "test": [(end_step, test.auc)],
             },
         )
         return path
 
 
-def _make_setup(config: TrainConfig, splits: Splits, mesh: Mesh, model: MlpRanker) -> TrainSetup:
-    num_tokens = config.batch_size * splits.train.layout.num_slots
+def _make_setup(config: TrainConfig, dataset: Dataset, mesh: Mesh, model: MlpRanker) -> TrainSetup:
+    num_tokens = config.batch_size * dataset.train.layout.num_slots
     (axis,) = mesh.axis_names
     ctx = async_emb.make_context_handle(
         mesh,
@@ -282,7 +342,7 @@ def _make_setup(config: TrainConfig, splits: Splits, mesh: Mesh, model: MlpRanke
         data_axis=axis,
         tokens_per_batch=num_tokens,
         emb_width=config.emb_width,
-        num_unique=min(num_tokens, splits.num_distinct_rows()),
+        num_unique=min(num_tokens, dataset.max_distinct_rows),
         num_devices_per_node=mesh.size,
     )
     return TrainSetup(

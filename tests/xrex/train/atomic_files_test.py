@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from xrex.train.atomic_files import DataFileError, read_atomic_file
+from xrex.train.atomic_files import read_atomic_file
+from xrex.train.data_files import DataFileError
 
 WANTED = {"id": "token", "score": "float", "tags": "token_seq"}
 HEADER = "id:token\tname:token\tscore:float\ttags:token_seq\n"
@@ -61,7 +62,7 @@ def test_malformed_files_are_refused_with_the_place(
     path = write(tmp_path, content)
     with pytest.raises(DataFileError) as caught:
         read_atomic_file(path, WANTED)
-    assert (caught.value.path, caught.value.line, caught.value.column) == (str(path), line, column)
+    assert (caught.value.path, caught.value.place, caught.value.column) == (str(path), line, column)
     assert reason in str(caught.value)
 
 

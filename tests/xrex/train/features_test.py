@@ -8,6 +8,8 @@ from xrex.train.features import (
     ExampleSet,
     FeatureLayout,
     Field,
+    Splits,
+    concatenate,
     hash_row,
     hash_rows,
     pad_rows,
@@ -15,15 +17,18 @@ from xrex.train.features import (
 )
 
 
-def examples_at(times: list[int]) -> ExampleSet:
-    count = len(times)
+def numbered_examples(count: int) -> ExampleSet:
+    """Example i, from 0, has the value i + 1 in its only slot."""
     return ExampleSet(
         FeatureLayout((Field("only"),)),
         np.arange(1, count + 1, dtype=np.int32)[:, None],
         np.ones((count, 1), np.bool_),
         np.zeros(count, np.float32),
-        np.asarray(times, np.int64),
     )
+
+
+def split(times: list[int], *fractions: float) -> Splits:
+    return split_by_time(numbered_examples(len(times)), np.asarray(times), *fractions)
 
 
 def test_hash_is_the_documented_one() -> None:
@@ -70,29 +75,38 @@ def test_layout_with_one_name_twice_is_refused() -> None:
 
 
 def test_parts_of_the_split_do_not_overlap_in_time() -> None:
-    times = np.random.default_rng(0).integers(0, 40, 500).tolist()
-    splits = split_by_time(examples_at(times))
-    assert splits.train.times.max() < splits.valid.times.min()
-    assert splits.valid.times.max() < splits.test.times.min()
+    times = np.random.default_rng(0).integers(0, 40, 500)
+    splits = split(times.tolist())
+    train, valid, test = (
+        times[part.rows[:, 0] - 1] for part in (splits.train, splits.valid, splits.test)
+    )
+    assert train.max() < valid.min()
+    assert valid.max() < test.min()
 
 
 def test_split_keeps_every_example_once() -> None:
-    times = np.random.default_rng(0).integers(0, 40, 500).tolist()
-    splits = split_by_time(examples_at(times))
+    splits = split(np.random.default_rng(0).integers(0, 40, 500).tolist())
     rows = np.concatenate([part.rows for part in (splits.train, splits.valid, splits.test)])
     assert sorted(rows[:, 0].tolist()) == list(range(1, 501))
 
 
 def test_split_sizes_follow_the_fractions() -> None:
-    splits = split_by_time(examples_at(list(range(100))), 0.7, 0.2)
+    splits = split(list(range(100)), 0.7, 0.2)
     assert [len(part) for part in (splits.train, splits.valid, splits.test)] == [70, 20, 10]
 
 
 def test_split_that_leaves_a_part_empty_is_refused() -> None:
     with pytest.raises(ValueError, match=r"parts of \[0, 0, 10\]"):
-        split_by_time(examples_at([5] * 10))
+        split([5] * 10)
 
 
 def test_fractions_that_leave_no_test_part_are_refused() -> None:
     with pytest.raises(ValueError, match="leave a positive rest for test"):
-        split_by_time(examples_at([1, 2, 3]), 0.5, 0.5)
+        split([1, 2, 3], 0.5, 0.5)
+
+
+def test_sets_are_joined_in_order() -> None:
+    examples = numbered_examples(5)
+    joined = concatenate([examples.take(slice(3, 5)), examples.take(slice(0, 3))])
+    assert joined.rows[:, 0].tolist() == [4, 5, 1, 2, 3]
+    assert joined.layout == examples.layout

@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from xrex.train.atomic_files import DataFileError
+from xrex.train.data_files import DataFileError
 from xrex.train.features import PADDING_ROW, ExampleSet, hash_row
 from xrex.train.movielens import HISTORY_SLOTS, LAYOUT, age_band, last_items, load_movielens
 
@@ -49,7 +49,7 @@ def padded(rows: list[int], slots: int) -> list[int]:
 
 
 def test_an_example_holds_the_features_of_its_user_and_item(folder: Path) -> None:
-    examples = load_movielens(folder, NUM_ROWS)
+    examples, _ = load_movielens(folder, NUM_ROWS)
     assert values_of(examples, 0, "user") == [row("user", "u1")]
     assert values_of(examples, 0, "item") == [row("item", "i1")]
     assert values_of(examples, 0, "age_band") == [row("age_band", "20-29")]
@@ -61,19 +61,25 @@ def test_an_example_holds_the_features_of_its_user_and_item(folder: Path) -> Non
 
 
 def test_rating_of_four_is_the_least_positive(folder: Path) -> None:
-    assert load_movielens(folder, NUM_ROWS).labels.tolist() == [1, 0, 1, 0]
+    examples, _ = load_movielens(folder, NUM_ROWS)
+    assert examples.labels.tolist() == [1, 0, 1, 0]
 
 
 def test_history_holds_only_items_strictly_before_the_event(folder: Path) -> None:
-    examples = load_movielens(folder, NUM_ROWS)
+    examples, _ = load_movielens(folder, NUM_ROWS)
     assert values_of(examples, 0, "history") == padded([], HISTORY_SLOTS)
     only_first = padded([row("history", "i1")], HISTORY_SLOTS)
     assert values_of(examples, 2, "history") == only_first
     assert values_of(examples, 3, "history") == only_first
 
 
+def test_times_are_those_of_the_ratings(folder: Path) -> None:
+    _, times = load_movielens(folder, NUM_ROWS)
+    assert times.tolist() == [100, 50, 200, 200]
+
+
 def test_mask_marks_exactly_the_slots_with_a_value(folder: Path) -> None:
-    examples = load_movielens(folder, NUM_ROWS)
+    examples, _ = load_movielens(folder, NUM_ROWS)
     assert examples.mask.sum(axis=1).tolist() == [8, 8, 8, 7]
     assert (examples.rows[~examples.mask] == PADDING_ROW).all()
 

@@ -106,6 +106,42 @@ def test_synchronous_mode_trains_without_the_engine(tmp_path: Path) -> None:
     assert "Embedding engine" not in outcome.output
 
 
+def write_click_log(folder: Path, num_lines: int) -> None:
+    """A Criteo-style file in which the category decides the label, and one malformed line."""
+    lines = [f"{index % 2}\t{index % 7}\ta{index % 2}\n" for index in range(num_lines)]
+    (folder / "day.tsv").write_text("".join([*lines, "malformed\n"]))
+
+
+def criteo_flags(folder: Path) -> list[str]:
+    names = ("train_files", "valid_files", "test_files")
+    columns = ("--criteo_integers=1", "--criteo_categoricals=1")
+    return ["--dataset=criteo", *columns, *(f"--{name}={folder}/*.tsv" for name in names)]
+
+
+def test_files_are_trained_on_by_epochs_and_malformed_rows_counted(tmp_path: Path) -> None:
+    write_click_log(tmp_path, 320)
+    workdir = tmp_path / "run"
+    outcome = run(
+        *SMALL,
+        *criteo_flags(tmp_path),
+        "--checkpoint_every=5",
+        "--epochs=4",
+        "--on_malformed=drop",
+        f"--workdir={workdir}",
+    )
+    assert outcome.status == 0, outcome.errors
+    assert [record["step"] for record in records(workdir, "valid")] == [5, 10, 15, 20]
+    assert records(workdir, "test")[0]["auc"] == 1
+    assert "4 malformed training rows were left out" in outcome.output
+
+
+def test_malformed_row_ends_the_program_with_its_place(tmp_path: Path) -> None:
+    write_click_log(tmp_path, 320)
+    outcome = run(*SMALL, *criteo_flags(tmp_path), f"--workdir={tmp_path / 'run'}")
+    assert outcome.status == 1
+    assert f"{tmp_path}/day.tsv:321: 1 tab-separated cells" in outcome.errors
+
+
 def test_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     outcome = run(*SMALL, f"--workdir={tmp_path}")
