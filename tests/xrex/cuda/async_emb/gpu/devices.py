@@ -67,7 +67,7 @@ def gpu_mesh(num_ranks: int) -> Mesh:
 
 _HOLD_ROWS = 8192
 # XLA lets 32 launches wait for a device, no more.
-_LAUNCH_SECS, _MAX_LAUNCHES = 0.16, 24
+_LAUNCH_SECS, _MAX_LAUNCHES = 0.2, 24
 
 
 def is_open(gate: Any) -> bool:
