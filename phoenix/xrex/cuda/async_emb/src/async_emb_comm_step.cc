@@ -1,6 +1,8 @@
 // The steps of a context: arming, what is enqueued in which order, finishing.
+#include <array>
 #include <chrono>
 #include <exception>
+#include <span>
 
 #include "phoenix/xrex/cuda/async_emb/src/async_emb_comm.hpp"
 #include "phoenix/xrex/cuda/async_emb/src/errors.hpp"
@@ -96,7 +98,8 @@ void AsyncEmbContext::EnqueueRankCheck(StreamRef caller, Pipeline pipeline,
   if (program_rank == nullptr) return;
   resources_->device->CheckRank(caller, *lane(pipeline).guard, program_rank,
                                 rank());
-  AdoptErrors();  // of a check that has run inside the call
+  // Of a check that has run inside the call.
+  if (lane(pipeline).guard->failed()) AdoptErrors();
 }
 
 std::int64_t AsyncEmbContext::StartLookup(StreamRef caller,
@@ -116,8 +119,10 @@ void AsyncEmbContext::EnqueueLookup(StreamRef caller, const LookupStart& args,
   auto* const ids = region<std::int32_t>(Region::kLookupIds);
   const std::int64_t own_begin = rank() * spec_.tokens_per_rank;
 
-  device.Copy(caller, region<std::int32_t>(Region::kLocalIds), args.ids,
-              id_bytes);
+  const CopyItem own_ids{.dst = region<std::int32_t>(Region::kLocalIds),
+                         .src = args.ids,
+                         .bytes = id_bytes};
+  device.Copy(caller, {&own_ids, 1});
   device.Record(*lookup.armed, caller);
   device.Wait(side, *lookup.armed);
   comm.AllGather(side, *lookup.guard, region<std::int32_t>(Region::kLocalIds),
@@ -167,12 +172,13 @@ void AsyncEmbContext::EnqueueUpdate(StreamRef caller, const UpdateStart& args,
   auto* const partial_stats = region<float>(Region::kPartialStats);
   const std::int64_t own_begin = rank() * spec_.tokens_per_rank;
 
-  device.Copy(caller, local_segments, args.segment_ids, segment_bytes);
-  device.Copy(caller, &scalars->learning_rate, args.learning_rate,
-              sizeof(float));
-  device.Copy(caller, &scalars->pending, args.pending, sizeof(std::int32_t));
-  if (args.params.lazy)
-    device.Copy(caller, &scalars->step, args.step, sizeof(std::int32_t));
+  const std::array<CopyItem, kMaxCopies> inputs{
+      {{local_segments, args.segment_ids, segment_bytes},
+       {&scalars->learning_rate, args.learning_rate, sizeof(float)},
+       {&scalars->pending, args.pending, sizeof(std::int32_t)},
+       {&scalars->step, args.step, sizeof(std::int32_t)}}};
+  device.Copy(caller,
+              std::span(inputs).first(args.params.lazy ? kMaxCopies : 3));
   device.Record(*update.armed, caller);
   device.Wait(side, *update.armed);
 

@@ -148,6 +148,27 @@ void CopySlices(cudaStream_t stream, const char* what, const SliceCopy& copy,
   });
 }
 
+// --- What a step takes in --------------------------------------------------
+
+struct CopyList {
+  struct Item {
+    std::uint32_t* to;
+    const std::uint32_t* from;
+    std::int64_t words;
+  };
+  Item items[kMaxCopies];
+  int size;
+};
+
+__global__ void __launch_bounds__(kBlockSize) CopyItemsKernel(CopyList list) {
+  for (int k = 0; k < list.size; ++k) {
+    const CopyList::Item item = list.items[k];
+    for (std::int64_t i = ThreadIndex(); i < item.words; i += NumThreads()) {
+      item.to[i] = item.from[i];
+    }
+  }
+}
+
 // --- Words of a step -------------------------------------------------------
 
 __global__ void CheckRankKernel(GuardView guard, const std::int32_t* came,
@@ -258,6 +279,7 @@ void LoadKernels() {
   LoadRowKernels<2>();
   LoadRowKernels<1>();
   LoadEach({reinterpret_cast<const void*>(&CheckRankKernel),
+            reinterpret_cast<const void*>(&CopyItemsKernel),
             reinterpret_cast<const void*>(&EndStepKernel),
             reinterpret_cast<const void*>(&WriteResultKernel),
             reinterpret_cast<const void*>(&ReduceRanksKernel)});
@@ -281,6 +303,21 @@ void EndStep(cudaStream_t stream, const GuardView& guard, std::int64_t step,
              const Counters* counters, Counters* published) {
   Launch(stream, "EndStepKernel", dim3(1), 1, EndStepKernel, guard, step,
          counters, published);
+}
+
+void CopyItems(cudaStream_t stream, std::span<const CopyItem> items) {
+  CopyList list = {};
+  std::int64_t most_words = 0;
+  for (const CopyItem& item : items.first(std::min(items.size(), kMaxCopies))) {
+    const auto words =
+        static_cast<std::int64_t>(item.bytes / sizeof(std::uint32_t));
+    list.items[list.size++] = {static_cast<std::uint32_t*>(item.dst),
+                               static_cast<const std::uint32_t*>(item.src),
+                               words};
+    most_words = std::max(most_words, words);
+  }
+  Launch(stream, "CopyItemsKernel", dim3(FillingBlocks(most_words, kBlockSize)),
+         kBlockSize, CopyItemsKernel, list);
 }
 
 void GatherRows(cudaStream_t stream, const GatherArgs& args,

@@ -13,6 +13,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "phoenix/xrex/cuda/async_emb/src/device.hpp"
 #include "phoenix/xrex/cuda/async_emb/src/pipeline_spec.hpp"
@@ -69,6 +70,9 @@ void CheckRank(cudaStream_t stream, const GuardView& guard,
 // `reached`, in this order. `published` is mapped host memory.
 void EndStep(cudaStream_t stream, const GuardView& guard, std::int64_t step,
              const Counters* counters, Counters* published);
+
+// Copies at most kMaxCopies items.
+void CopyItems(cudaStream_t stream, std::span<const CopyItem> items);
 
 // As host_kernels::GatherRows.
 void GatherRows(cudaStream_t stream, const GatherArgs& args,

@@ -2,6 +2,9 @@
 // segment lies. The only file that knows CUB.
 #include <bit>
 #include <cub/device/device_radix_sort.cuh>
+#include <map>
+#include <mutex>
+#include <tuple>
 
 #include "phoenix/xrex/cuda/async_emb/src/async_emb_kernel_common.cuh"
 
@@ -61,6 +64,24 @@ void Sort(cudaStream_t stream, std::byte* temporary, std::size_t& bytes,
             "a radix sort");
 }
 
+// CUB asks the device for what it has, which takes longer than to look here.
+std::size_t TemporaryBytes(std::int64_t count, int key_bits) {
+  using Key = std::tuple<int, std::int64_t, int>;
+  static std::mutex mutex;
+  static auto* const known =
+      new std::map<Key, std::size_t>;  // guarded by mutex
+  int device = 0;
+  CheckCuda(cudaGetDevice(&device), "to name the current device");
+  std::lock_guard lock(mutex);
+  const auto [found, is_new] = known->try_emplace({device, count, key_bits}, 0);
+  if (is_new) {
+    cub::DoubleBuffer<std::uint32_t> keys;
+    cub::DoubleBuffer<std::uint32_t> values;
+    Sort(nullptr, nullptr, found->second, keys, values, count, key_bits);
+  }
+  return found->second;
+}
+
 }  // namespace
 
 SortBuffers CutSortBuffers(ScratchCutter& cutter, std::int64_t count,
@@ -70,10 +91,7 @@ SortBuffers CutSortBuffers(ScratchCutter& cutter, std::int64_t count,
     buffers.keys[i] = cutter.Take<std::uint32_t>(count);
     buffers.values[i] = cutter.Take<std::uint32_t>(count);
   }
-  cub::DoubleBuffer<std::uint32_t> keys;
-  cub::DoubleBuffer<std::uint32_t> values;
-  Sort(nullptr, nullptr, buffers.temporary_bytes, keys, values, count,
-       key_bits);
+  buffers.temporary_bytes = TemporaryBytes(count, key_bits);
   buffers.temporary = cutter.Take<std::byte>(
       static_cast<std::int64_t>(buffers.temporary_bytes));
   return buffers;

@@ -55,14 +55,16 @@ __device__ std::int64_t CountedRows(const UpdateCheckArgs& args) {
   return min(args.vocab_rows, std::int64_t{1} << kRowBits);
 }
 
-// Slots without a row come last.
+// Slots without a row come last. Nothing reads the slots that are sorted along.
 __global__ void __launch_bounds__(kBlockSize)
-    ListRowsKernel(UpdateCheckArgs args, std::uint32_t* rows) {
+    ListRowsKernel(UpdateCheckArgs args, std::uint32_t* rows,
+                   std::uint32_t* slots) {
   constexpr std::uint32_t kNoRow = 0xFFFFFFFFU;
   const std::int64_t vocab_rows = CountedRows(args);
   for (std::int64_t u = ThreadIndex(); u < args.num_unique; u += NumThreads()) {
     const std::int64_t row = WrapId(args.unique_tokens[u], vocab_rows);
     rows[u] = IsRow(row, vocab_rows) ? static_cast<std::uint32_t>(row) : kNoRow;
+    slots[u] = static_cast<std::uint32_t>(u);
   }
 }
 
@@ -110,8 +112,7 @@ void CountDuplicates(cudaStream_t stream, const UpdateCheckArgs& args,
                      const CheckScratch& scratch) {
   const dim3 blocks(FillingBlocks(args.num_unique, kBlockSize));
   Launch(stream, "ListRowsKernel", blocks, kBlockSize, ListRowsKernel, args,
-         scratch.sort.keys[0]);
-  // The values that are sorted along are whatever they are.
+         scratch.sort.keys[0], scratch.sort.values[0]);
   const int at = SortByKey(stream, scratch.sort, args.num_unique, kRowBits);
   Launch(stream, "CountDuplicatesKernel", blocks, kBlockSize,
          CountDuplicatesKernel, args, scratch.sort.keys[at], scratch.findings);

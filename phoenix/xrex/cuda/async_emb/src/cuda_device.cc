@@ -56,6 +56,20 @@ Function FindDriverCall(const char* name) {
                       StrCat("async_emb: the CUDA driver has no ", name));
 }
 
+CUcontext CurrentContext() {
+  static const auto get =
+      FindDriverCall<decltype(&cuCtxGetCurrent)>("cuCtxGetCurrent");
+  CUcontext context = nullptr;
+  get(&context);
+  return context;
+}
+
+void SetCurrentContext(CUcontext context) {
+  static const auto set =
+      FindDriverCall<decltype(&cuCtxSetCurrent)>("cuCtxSetCurrent");
+  set(context);
+}
+
 int CheckedOrdinal(std::int64_t ordinal) {
   int count = 0;
   CheckCuda(cudaGetDeviceCount(&count), "to count the devices");
@@ -69,21 +83,25 @@ int CheckedOrdinal(std::int64_t ordinal) {
 
 }  // namespace
 
-CudaDeviceScope::CudaDeviceScope(int ordinal) {
-  static const auto get_current =
-      FindDriverCall<decltype(&cuCtxGetCurrent)>("cuCtxGetCurrent");
-  get_current(&previous_);
-  CheckCuda(cudaSetDevice(ordinal), "to make a device current");
+CudaDeviceScope::CudaDeviceScope(CUcontext context) : context_(context) {
+  previous_ = CurrentContext();
+  if (previous_ != context_) SetCurrentContext(context_);
 }
 
 CudaDeviceScope::~CudaDeviceScope() {
-  static const auto set_current =
-      FindDriverCall<decltype(&cuCtxSetCurrent)>("cuCtxSetCurrent");
-  set_current(previous_);
+  if (previous_ != context_) SetCurrentContext(previous_);
 }
 
-CudaStream::CudaStream(int ordinal) : ordinal_(ordinal) {
-  const CudaDeviceScope scope(ordinal_);
+CUcontext CudaDeviceScope::ContextOf(int ordinal) {
+  const CUcontext previous = CurrentContext();
+  CheckCuda(cudaSetDevice(ordinal), "to make a device current");
+  const CUcontext context = CurrentContext();
+  SetCurrentContext(previous);
+  return context;
+}
+
+CudaStream::CudaStream(CUcontext context) : context_(context) {
+  const CudaDeviceScope scope(context_);
   int lowest = 0;
   int highest = 0;
   CheckCuda(cudaDeviceGetStreamPriorityRange(&lowest, &highest),
@@ -94,7 +112,7 @@ CudaStream::CudaStream(int ordinal) : ordinal_(ordinal) {
 }
 
 CudaStream::~CudaStream() {
-  const CudaDeviceScope scope(ordinal_);
+  const CudaDeviceScope scope(context_);
   static_cast<void>(cudaStreamDestroy(stream_));
 }
 
@@ -104,14 +122,14 @@ bool CudaStream::Stop(std::chrono::nanoseconds timeout) {
       timeout);
 }
 
-CudaEvent::CudaEvent(int ordinal) : ordinal_(ordinal) {
-  const CudaDeviceScope scope(ordinal_);
+CudaEvent::CudaEvent(CUcontext context) : context_(context) {
+  const CudaDeviceScope scope(context_);
   CheckCuda(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming),
             "an event");
 }
 
 CudaEvent::~CudaEvent() {
-  const CudaDeviceScope scope(ordinal_);
+  const CudaDeviceScope scope(context_);
   static_cast<void>(cudaEventDestroy(event_));
 }
 
@@ -123,8 +141,8 @@ bool CudaEvent::WaitFor(std::chrono::nanoseconds timeout) const {
   return PollUntil([this] { return IsComplete(); }, timeout);
 }
 
-MappedBlock::MappedBlock(int ordinal, std::size_t bytes) {
-  const CudaDeviceScope scope(ordinal);
+MappedBlock::MappedBlock(CUcontext context, std::size_t bytes) {
+  const CudaDeviceScope scope(context);
   void* block = nullptr;
   CheckCuda(
       cudaHostAlloc(&block, bytes, cudaHostAllocMapped | cudaHostAllocPortable),
@@ -167,11 +185,12 @@ class CudaDevice::Guard final : public StepGuard {
 
 CudaDevice::CudaDevice(std::int64_t ordinal, Allocator allocator)
     : ordinal_(CheckedOrdinal(ordinal)),
+      context_(CudaDeviceScope::ContextOf(ordinal_)),
       allocator_(std::move(allocator)),
-      mapped_(ordinal_, sizeof(MappedWords)),
-      read_back_(ordinal_) {
+      mapped_(context_, sizeof(MappedWords)),
+      read_back_(context_) {
   new (mapped_.get()) MappedWords{};
-  const CudaDeviceScope scope(ordinal_);
+  const CudaDeviceScope scope(context_);
   cuda_kernels::LoadKernels();
 }
 
@@ -180,11 +199,11 @@ CudaDevice::MappedWords& CudaDevice::mapped() const {
 }
 
 std::unique_ptr<Stream> CudaDevice::NewSideStream() {
-  return std::make_unique<CudaStream>(ordinal_);
+  return std::make_unique<CudaStream>(context_);
 }
 
 std::unique_ptr<Event> CudaDevice::NewEvent() {
-  return std::make_unique<CudaEvent>(ordinal_);
+  return std::make_unique<CudaEvent>(context_);
 }
 
 std::unique_ptr<StepGuard> CudaDevice::NewGuard(Pipeline pipeline) {
@@ -194,7 +213,7 @@ std::unique_ptr<StepGuard> CudaDevice::NewGuard(Pipeline pipeline) {
 }
 
 std::shared_ptr<std::byte> CudaDevice::AllocateArena(std::size_t bytes) {
-  const CudaDeviceScope scope(ordinal_);
+  const CudaDeviceScope scope(context_);
   void* block = allocator_.allocate(bytes);
   if (block == nullptr) {
     throw AsyncEmbError(
@@ -207,8 +226,8 @@ std::shared_ptr<std::byte> CudaDevice::AllocateArena(std::size_t bytes) {
   }
   std::shared_ptr<std::byte> arena(
       static_cast<std::byte*>(block),
-      [ordinal = ordinal_, release = allocator_.release](std::byte* freed) {
-        const CudaDeviceScope scope_of_release(ordinal);
+      [context = context_, release = allocator_.release](std::byte* freed) {
+        const CudaDeviceScope scope_of_release(context);
         release(freed);
       });
   CheckCuda(cudaMemset(block, 0, bytes), "to zero the arena");
@@ -217,7 +236,7 @@ std::shared_ptr<std::byte> CudaDevice::AllocateArena(std::size_t bytes) {
 }
 
 std::size_t CudaDevice::ScratchBytes(const PipelineSpec& spec) const {
-  const CudaDeviceScope scope(ordinal_);
+  const CudaDeviceScope scope(context_);
   const auto parts = spec.deterministic && spec.world_size > 1
                          ? static_cast<std::size_t>(spec.world_size) *
                                static_cast<std::size_t>(spec.num_unique + 1)
@@ -227,7 +246,7 @@ std::size_t CudaDevice::ScratchBytes(const PipelineSpec& spec) const {
 }
 
 void CudaDevice::BindScratch(std::byte* scratch, const PipelineSpec& spec) {
-  const CudaDeviceScope scope(ordinal_);
+  const CudaDeviceScope scope(context_);
   words_ = reinterpret_cast<DeviceWords*>(scratch);
   rank_parts_ =
       reinterpret_cast<float*>(scratch + Aligned(sizeof(DeviceWords)));
@@ -254,42 +273,39 @@ void CudaDevice::FailGuards() {
 }
 
 void CudaDevice::Record(Event& event, StreamRef stream) {
-  const CudaDeviceScope scope(ordinal_);
+  const CudaDeviceScope scope(context_);
   CheckCuda(cudaEventRecord(static_cast<CudaEvent&>(event).get(),
                             CudaStreamOf(stream)),
             "to record an event");
 }
 
 void CudaDevice::Wait(StreamRef stream, const Event& event) {
-  const CudaDeviceScope scope(ordinal_);
+  const CudaDeviceScope scope(context_);
   CheckCuda(cudaStreamWaitEvent(CudaStreamOf(stream),
                                 static_cast<const CudaEvent&>(event).get(), 0),
             "to let a stream wait");
 }
 
-void CudaDevice::Copy(StreamRef stream, void* dst, const void* src,
-                      std::size_t bytes) {
-  const CudaDeviceScope scope(ordinal_);
-  CheckCuda(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToDevice,
-                            CudaStreamOf(stream)),
-            "a copy");
+void CudaDevice::Copy(StreamRef stream, std::span<const CopyItem> items) {
+  const CudaDeviceScope scope(context_);
+  cuda_kernels::CopyItems(CudaStreamOf(stream), items);
 }
 
 void CudaDevice::Zero(StreamRef stream, void* dst, std::size_t bytes) {
-  const CudaDeviceScope scope(ordinal_);
+  const CudaDeviceScope scope(context_);
   CheckCuda(cudaMemsetAsync(dst, 0, bytes, CudaStreamOf(stream)), "a memset");
 }
 
 void CudaDevice::EndStep(StreamRef stream, StepGuard& guard,
                          std::int64_t step) {
-  const CudaDeviceScope scope(ordinal_);
+  const CudaDeviceScope scope(context_);
   cuda_kernels::EndStep(
       CudaStreamOf(stream), Guard::ViewOf(guard), step, &words_->counters,
       reinterpret_cast<cuda_kernels::Counters*>(&mapped().counters));
 }
 
 void CudaDevice::ReadBack(void* dst, const void* src, std::size_t bytes) {
-  const CudaDeviceScope scope(ordinal_);
+  const CudaDeviceScope scope(context_);
   const cudaStream_t stream = read_back_.get();
   CheckCuda(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToHost, stream),
             "to copy the arena to the host");
@@ -298,7 +314,7 @@ void CudaDevice::ReadBack(void* dst, const void* src, std::size_t bytes) {
 
 void CudaDevice::CheckRank(StreamRef stream, StepGuard& guard,
                            const std::int32_t* came, std::int32_t expected) {
-  const CudaDeviceScope scope(ordinal_);
+  const CudaDeviceScope scope(context_);
   cuda_kernels::CheckRank(CudaStreamOf(stream), Guard::ViewOf(guard), came,
                           expected);
 }
@@ -307,14 +323,14 @@ void CudaDevice::CheckRank(StreamRef stream, StepGuard& guard,
 // failed step too: the host enqueues without knowing how it goes.
 void CudaDevice::GatherRows(StreamRef stream, const StepGuard& /*guard*/,
                             const GatherArgs& args) {
-  const CudaDeviceScope scope(ordinal_);
+  const CudaDeviceScope scope(context_);
   cuda_kernels::GatherRows(CudaStreamOf(stream), args, &words_->counters);
 }
 
 void CudaDevice::CombineSlices(StreamRef stream, const StepGuard& guard,
                                const SliceShape& shape, const Bf16Bits* slices,
                                Bf16Bits* out) {
-  const CudaDeviceScope scope(ordinal_);
+  const CudaDeviceScope scope(context_);
   cuda_kernels::CombineSlices(CudaStreamOf(stream), Guard::ViewOf(guard), shape,
                               slices, out);
 }
@@ -322,26 +338,26 @@ void CudaDevice::CombineSlices(StreamRef stream, const StepGuard& guard,
 void CudaDevice::RouteGradients(StreamRef stream, const StepGuard& /*guard*/,
                                 const SliceShape& shape, const Bf16Bits* grads,
                                 Bf16Bits* slices) {
-  const CudaDeviceScope scope(ordinal_);
+  const CudaDeviceScope scope(context_);
   cuda_kernels::RouteGradients(CudaStreamOf(stream), shape, grads, slices);
 }
 
 void CudaDevice::CheckUpdate(StreamRef stream, const StepGuard& guard,
                              const UpdateCheckArgs& args) {
-  const CudaDeviceScope scope(ordinal_);
+  const CudaDeviceScope scope(context_);
   cuda_kernels::CheckUpdate(CudaStreamOf(stream), Guard::ViewOf(guard), args,
                             kernel_scratch_, &words_->counters);
 }
 
 void CudaDevice::SumSegments(StreamRef stream, const StepGuard& /*guard*/,
                              const SegmentSumArgs& args) {
-  const CudaDeviceScope scope(ordinal_);
+  const CudaDeviceScope scope(context_);
   cuda_kernels::SumSegments(CudaStreamOf(stream), args, kernel_scratch_);
 }
 
 void CudaDevice::ApplyAdagrad(StreamRef stream, const StepGuard& guard,
                               const ApplyArgs& args) {
-  const CudaDeviceScope scope(ordinal_);
+  const CudaDeviceScope scope(context_);
   cuda_kernels::ApplyAdagrad(CudaStreamOf(stream), Guard::ViewOf(guard), args,
                              kernel_scratch_, &words_->counters);
 }
@@ -349,7 +365,7 @@ void CudaDevice::ApplyAdagrad(StreamRef stream, const StepGuard& guard,
 void CudaDevice::WriteResult(StreamRef stream, const StepGuard& guard,
                              const UpdateResult* result, float* norm,
                              std::int32_t* valid) {
-  const CudaDeviceScope scope(ordinal_);
+  const CudaDeviceScope scope(context_);
   cuda_kernels::WriteResult(CudaStreamOf(stream), Guard::ViewOf(guard), result,
                             norm, valid);
 }

@@ -22,13 +22,17 @@ namespace xrex::async_emb {
 // had none has none again: naming a device by its number would wake it up.
 class CudaDeviceScope {
  public:
-  explicit CudaDeviceScope(int ordinal);
+  explicit CudaDeviceScope(CUcontext context);
   ~CudaDeviceScope();
+
+  // What stands for a device: the context that all of a process share.
+  static CUcontext ContextOf(int ordinal);
 
   CudaDeviceScope(const CudaDeviceScope&) = delete;
   CudaDeviceScope& operator=(const CudaDeviceScope&) = delete;
 
  private:
+  const CUcontext context_;
   CUcontext previous_ = nullptr;
 };
 
@@ -38,7 +42,7 @@ inline cudaStream_t CudaStreamOf(StreamRef ref) {
 
 class CudaStream final : public Stream {
  public:
-  explicit CudaStream(int ordinal);
+  explicit CudaStream(CUcontext context);
   ~CudaStream() override;
 
   CudaStream(const CudaStream&) = delete;
@@ -50,13 +54,13 @@ class CudaStream final : public Stream {
   bool Stop(std::chrono::nanoseconds timeout) override;
 
  private:
-  const int ordinal_;
+  const CUcontext context_;
   cudaStream_t stream_ = nullptr;
 };
 
 class CudaEvent final : public Event {
  public:
-  explicit CudaEvent(int ordinal);
+  explicit CudaEvent(CUcontext context);
   ~CudaEvent() override;
 
   CudaEvent(const CudaEvent&) = delete;
@@ -69,14 +73,14 @@ class CudaEvent final : public Event {
   cudaEvent_t get() const { return event_; }
 
  private:
-  const int ordinal_;
+  const CUcontext context_;
   cudaEvent_t event_ = nullptr;
 };
 
 // Host memory that a device reads and writes as well, zeroed.
 class MappedBlock {
  public:
-  MappedBlock(int ordinal, std::size_t bytes);
+  MappedBlock(CUcontext context, std::size_t bytes);
   ~MappedBlock();
 
   MappedBlock(const MappedBlock&) = delete;
@@ -101,7 +105,7 @@ class CudaDevice final : public Device {
   // kInvalidArgument if there is none such.
   CudaDevice(std::int64_t ordinal, Allocator allocator);
 
-  int ordinal() const { return ordinal_; }
+  CUcontext context() const { return context_; }
 
   // [R, U + 1] floats of scratch for a sum over ranks in a fixed order. Not for
   // use beside CheckUpdate, SumSegments and ApplyAdagrad.
@@ -117,8 +121,7 @@ class CudaDevice final : public Device {
   void FailGuards() override;
   void Record(Event& event, StreamRef stream) override;
   void Wait(StreamRef stream, const Event& event) override;
-  void Copy(StreamRef stream, void* dst, const void* src,
-            std::size_t bytes) override;
+  void Copy(StreamRef stream, std::span<const CopyItem> items) override;
   void Zero(StreamRef stream, void* dst, std::size_t bytes) override;
   void EndStep(StreamRef stream, StepGuard& guard, std::int64_t step) override;
   void ReadBack(void* dst, const void* src, std::size_t bytes) override;
@@ -152,6 +155,7 @@ class CudaDevice final : public Device {
   MappedWords& mapped() const;
 
   const int ordinal_;
+  const CUcontext context_;
   const Allocator allocator_;
   const MappedBlock mapped_;
   CudaStream read_back_;

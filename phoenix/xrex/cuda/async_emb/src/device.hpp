@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 
 #include "phoenix/xrex/cuda/async_emb/src/adagrad_params.hpp"
@@ -220,6 +221,14 @@ struct ApplyArgs {
   UpdateResult* result = nullptr;     // out
 };
 
+// Bytes that are a multiple of 4, as all that a step takes in.
+struct CopyItem {
+  void* dst = nullptr;
+  const void* src = nullptr;
+  std::size_t bytes = 0;
+};
+inline constexpr std::size_t kMaxCopies = 4;
+
 class Device {
  public:
   virtual ~Device() = default;
@@ -257,8 +266,8 @@ class Device {
   // every exchange is bounded.
   virtual void Wait(StreamRef stream, const Event& event) = 0;
 
-  virtual void Copy(StreamRef stream, void* dst, const void* src,
-                    std::size_t bytes) = 0;
+  // At most kMaxCopies that do not overlap.
+  virtual void Copy(StreamRef stream, std::span<const CopyItem> items) = 0;
   virtual void Zero(StreamRef stream, void* dst, std::size_t bytes) = 0;
 
   // Ends `step` on its stream: if nothing has failed by now, it has ended well,

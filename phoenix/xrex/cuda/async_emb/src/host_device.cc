@@ -161,9 +161,11 @@ void HostDevice::Wait(StreamRef stream, const Event& event) {
   });
 }
 
-void HostDevice::Copy(StreamRef stream, void* dst, const void* src,
-                      std::size_t bytes) {
-  HostStream::RunOn(stream, [=] { std::memcpy(dst, src, bytes); });
+void HostDevice::Copy(StreamRef stream, std::span<const CopyItem> items) {
+  for (const CopyItem& item : items) {
+    HostStream::RunOn(stream,
+                      [item] { std::memcpy(item.dst, item.src, item.bytes); });
+  }
 }
 
 void HostDevice::Zero(StreamRef stream, void* dst, std::size_t bytes) {

@@ -74,8 +74,7 @@ class HostDevice : public Device {
   void FailGuards() override {}
   void Record(Event& event, StreamRef stream) override;
   void Wait(StreamRef stream, const Event& event) override;
-  void Copy(StreamRef stream, void* dst, const void* src,
-            std::size_t bytes) override;
+  void Copy(StreamRef stream, std::span<const CopyItem> items) override;
   void Zero(StreamRef stream, void* dst, std::size_t bytes) override;
   void EndStep(StreamRef stream, StepGuard& guard, std::int64_t step) override;
   void ReadBack(void* dst, const void* src, std::size_t bytes) override;

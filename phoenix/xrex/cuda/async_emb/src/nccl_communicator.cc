@@ -84,7 +84,7 @@ void NcclCommunicator::Connect(const std::vector<std::string>& payloads,
   config.minCTAs = config_.min_ctas;
   config.maxCTAs = config_.max_ctas;
 
-  const CudaDeviceScope scope(device_.ordinal());
+  const CudaDeviceScope scope(device_.context());
   const auto is_late = [&] { return clock.Now() >= deadline; };
   std::lock_guard lock(handle_->mutex);
   if (aborted()) Throw(ncclSuccess, "to connect");
@@ -140,14 +140,15 @@ bool NcclCommunicator::KeepAlone(StreamRef stream, StepGuard& guard,
   if (aborted()) {
     guard.Fail();
   } else if (send != recv) {
-    device_.Copy(stream, recv, send, bytes);
+    const CopyItem item{.dst = recv, .src = send, .bytes = bytes};
+    device_.Copy(stream, {&item, 1});
   }
   return true;
 }
 
 void NcclCommunicator::Enqueue(StepGuard& guard, const char* what,
                                const Call& call) {
-  const CudaDeviceScope scope(device_.ordinal());
+  const CudaDeviceScope scope(device_.context());
   std::lock_guard lock(handle_->mutex);
   if (aborted() || handle_->comm == nullptr) return guard.Fail();
   const auto limit = SteadyTime::now() + kEnqueueLimit;
@@ -193,7 +194,7 @@ void NcclCommunicator::AllReduceSum(StreamRef stream, StepGuard& guard,
     return ncclAllGather(send, parts, count, ncclFloat, comm,
                          CudaStreamOf(stream));
   });
-  const CudaDeviceScope scope(device_.ordinal());
+  const CudaDeviceScope scope(device_.context());
   cuda_kernels::ReduceRanks(CudaStreamOf(stream), parts, config_.world_size,
                             count, recv);
 }
@@ -226,10 +227,10 @@ void NcclCommunicator::Abort(std::string_view reason) {
 
 // NCCL may wait for the device to come to rest: not on the caller's time.
 void NcclCommunicator::AbortHandle() {
-  std::thread([handle = handle_, ordinal = device_.ordinal()] {
+  std::thread([handle = handle_, context = device_.context()] {
     std::lock_guard lock(handle->mutex);
     if (handle->comm != nullptr) {
-      const CudaDeviceScope scope(ordinal);
+      const CudaDeviceScope scope(context);
       static_cast<void>(ncclCommAbort(handle->comm));
       handle->comm = nullptr;
     }
@@ -241,7 +242,7 @@ void NcclCommunicator::CloseInOrder() {
   const auto limit = SteadyTime::now() + kCloseLimit;
   const auto is_late = [limit] { return SteadyTime::now() >= limit; };
   if (!aborted()) {
-    const CudaDeviceScope scope(device_.ordinal());
+    const CudaDeviceScope scope(device_.context());
     std::lock_guard lock(handle_->mutex);
     if (handle_->comm == nullptr) return;
     if (registration_ != nullptr) {
