@@ -1,6 +1,8 @@
 """One table and the calls that exchange its rows, native and in plain JAX, for benchmarks.
 
-As in a training step, the arrays of an update are donated. N tokens in the global batch, W columns.
+As in a training step, the arrays of an update are donated. A program may do a call several times,
+one after the other, so that what is measured is not how JAX starts a program. N tokens in the
+global batch, W columns.
 """
 
 from __future__ import annotations
@@ -10,10 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from xrex.cuda.async_emb import async_emb, plain_jax
+
+# A lookup and an update.
+_PerRank = tuple[Callable, Callable]
 
 _PARAMETERS = {"learning_rate": 0.01, "eps": 1e-8, "decay_factor": 1.0}
 
@@ -46,7 +52,7 @@ class Exchange:
         return norm
 
 
-def _native(ctx: Any) -> tuple[Callable, Callable]:
+def _native(ctx: Any) -> _PerRank:
     def lookup(ids: Any, table: Any) -> Any:
         table, pin = async_emb.lookup_start(ids, table, ids, ctx)
         embeddings = async_emb.lookup_done(pin, ctx, table)
@@ -59,10 +65,10 @@ def _native(ctx: Any) -> tuple[Callable, Callable]:
         norm, _, pin = async_emb.rowwise_adagrad_update_done(started[0], ctx, *started)
         return *async_emb.order_after(started, pin, platform=ctx.platform), norm
 
-    return _jit(ctx, lookup, update)
+    return lookup, update
 
 
-def _plain(ctx: Any) -> tuple[Callable, Callable]:
+def _plain(ctx: Any) -> _PerRank:
     def lookup(ids: Any, table: Any) -> Any:
         return plain_jax.lookup(ids, table, ctx), table
 
@@ -72,10 +78,30 @@ def _plain(ctx: Any) -> tuple[Callable, Callable]:
         )
         return grads, segments, unique, table, row_state, norm
 
-    return _jit(ctx, lookup, update)
+    return lookup, update
 
 
-def _jit(ctx: Any, lookup: Callable, update: Callable) -> tuple[Callable, Callable]:
+def _repeated(lookup: Callable, update: Callable, num_calls: int) -> _PerRank:
+    """Returns programs of `num_calls` calls, each with operands that depend on the last."""
+
+    def lookups(ids: Any, table: Any) -> Any:
+        embeddings, table = lookup(ids, table)
+        for _ in range(num_calls - 1):
+            ids, table, _ = lax.optimization_barrier((ids, table, embeddings))
+            embeddings, table = lookup(ids, table)
+        return embeddings, table
+
+    def updates(*operands: Any) -> Any:
+        *operands, norm = update(*operands)
+        for _ in range(num_calls - 1):
+            *operands, norm = lax.optimization_barrier((*operands, norm))
+            *operands, norm = update(*operands)
+        return *operands, norm
+
+    return lookups, updates
+
+
+def _jit(ctx: Any, lookup: Callable, update: Callable) -> _PerRank:
     tokens, table = ctx.tokens_spec, ctx.table_spec
     on_mesh = {"mesh": ctx.mesh, "check_vma": False}
     mapped_lookup = jax.shard_map(
@@ -93,11 +119,17 @@ def _jit(ctx: Any, lookup: Callable, update: Callable) -> tuple[Callable, Callab
     )
 
 
-_FORMS: Mapping[str, Callable] = {"native": _native, "plain_jax": _plain}
+_FORMS: Mapping[str, Callable[[Any], _PerRank]] = {"native": _native, "plain_jax": _plain}
 
 
-def make_exchanges(ctx: Any, vocab_rows: int) -> dict[str, Exchange]:
-    """Makes both forms, each on a table of its own: bf16 [V, W] of normal values, made in place."""
+def make_exchanges(ctx: Any, vocab_rows: int, num_calls: int = 1) -> dict[str, Exchange]:
+    """Makes both forms, each on a table of its own: bf16 [V, W] of normal values, made in place.
+
+    Args:
+        ctx: the context's handle.
+        vocab_rows: V.
+        num_calls: times that each call of an Exchange does its work, one after the other.
+    """
 
     def make_table() -> jax.Array:
         return jax.random.normal(jax.random.key(0), (vocab_rows, ctx.emb_width), jnp.bfloat16)
@@ -108,7 +140,7 @@ def make_exchanges(ctx: Any, vocab_rows: int) -> dict[str, Exchange]:
     on_columns, everywhere = NamedSharding(ctx.mesh, ctx.table_spec), NamedSharding(ctx.mesh, P())
     return {
         name: Exchange(
-            *form(ctx),
+            *_jit(ctx, *_repeated(*form(ctx), num_calls)),
             jax.jit(make_table, out_shardings=on_columns)(),
             jax.jit(make_row_state, out_shardings=everywhere)(),
         )

@@ -1,13 +1,14 @@
 """Lookup and update on GPUs, native against plain JAX, in one run.
 
 Both forms run start to end with nothing beside them, so that the figure is the work itself and not
-how well it hides. A sample is the time of several calls in a row, as the host runs ahead of the
-device, divided by their number. As in a training step, the arrays of an update are donated. Units:
+how well it hides. A sample is the time of a program of several calls in a row, divided by their
+number. As in a training step, the arrays of an update are donated. Units:
 milliseconds a call, N tokens in the global batch, V rows, W columns, R ranks, one on each GPU.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +30,7 @@ _WIDTHS = flags.DEFINE_list("widths", ["64", "256"], "Values of W.")
 _ROWS = flags.DEFINE_integer("rows", 4_000_000, "V, rows of the table.")
 _MAX_CTAS = flags.DEFINE_list("max_ctas", ["4"], "Blocks that the communicator may take.")
 _REPETITIONS = flags.DEFINE_integer("repetitions", 15, "Samples of each form.")
-_CALLS = flags.DEFINE_integer("calls", 20, "Calls in one sample.")
+_CALLS = flags.DEFINE_integer("calls", 20, "Calls in one program.")
 _OUT = flags.DEFINE_string("out", "", "File that the records are written to as well.")
 
 _SEED = 0
@@ -37,13 +38,10 @@ _DRAWS = {"Zipf(1.2)": measure.zipf_ids, "uniform": measure.uniform_ids}
 
 
 def _time(forms: dict[str, Exchange], call: Callable[[Exchange], Any]) -> dict[str, float]:
-    """Times `call` on each form in turn: milliseconds a call."""
-
-    def calls_of(form: Exchange) -> Callable[[], Any]:
-        return lambda: [call(form) for _ in range(_CALLS.value)][-1]
-
+    """Times `call` on each form in turn: milliseconds for one of the calls in its program."""
     times = measure.time_in_turn(
-        {name: calls_of(form) for name, form in forms.items()}, repetitions=_REPETITIONS.value
+        {name: functools.partial(call, form) for name, form in forms.items()},
+        repetitions=_REPETITIONS.value,
     )
     return {name: ms / _CALLS.value for name, ms in times.items()}
 
@@ -100,7 +98,7 @@ def main(argv: Sequence[str]) -> None:
                     options=AsyncEmbOptions(min_ctas=min(max_ctas, 4), max_ctas=max_ctas),
                 )
                 with async_emb.initialized(ctx):
-                    forms = make_exchanges(ctx, _ROWS.value)
+                    forms = make_exchanges(ctx, _ROWS.value, _CALLS.value)
                     for kind, ids in draws.items():
                         records.append(_run(kind, ids, ctx, forms))
                         measure.print_json(records[-1])

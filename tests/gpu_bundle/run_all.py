@@ -3,8 +3,9 @@
 usage: python3 run_all.py [--multi-gpu] [--only PATTERN] [--sanitize] [--report DIR] ...
 
 Every C++ program and every Python test file runs in a process of its own with a time limit of its
-own, so one that crashes or hangs does not end the rest. C++ programs and the files of
-tests/xrex/cuda/async_emb/gpu run alone; the others share the GPU, several at a time. Needs nothing
+own, so one that crashes or hangs does not end the rest. C++ programs, the files of
+tests/xrex/cuda/async_emb/gpu and the benchmark run alone; the others share the GPU, several at a
+time. Needs nothing
 but Python for itself. The exit status is 1 if anything failed or was not run.
 """
 
@@ -17,6 +18,7 @@ import dataclasses
 import fnmatch
 import glob
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -29,11 +31,14 @@ import threading
 import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
 
 GPU_TESTS = Path("tests", "xrex", "cuda", "async_emb", "gpu")
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "numpy", "nvidia-nccl-cu13", "pytest")
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SANITIZER_EXIT = 99
+BENCHMARK = "benchmarks.gpu_exchange"
+RECORDS = "benchmark.json"
 NUM_CPU_DEVICES = 8
 TAIL_LINES = 40
 
@@ -127,7 +132,24 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--sanitize",
         action="store_true",
-        help="run the C++ kernel tests under compute-sanitizer, and nothing else",
+        help="run no tests but the C++ ones of the kernels under compute-sanitizer, or with "
+        "--multi-gpu those of several ranks",
+    )
+    parser.add_argument(
+        "--benchmark", action="store_true", help="run the benchmark of lookup and update as well"
+    )
+    parser.add_argument(
+        "--max-ctas",
+        default="4,32",
+        metavar="N,...",
+        help="blocks that the communicator may take in the benchmark",
+    )
+    parser.add_argument(
+        "--crowded-steps",
+        type=int,
+        default=300,
+        metavar="N",
+        help="training steps beside XLA's own collectives; many of them are a soak",
     )
     parser.add_argument(
         "--report", type=Path, default=Path("gpu_report"), metavar="DIR", help="where to write"
@@ -160,6 +182,7 @@ def environment_of(root: Path, options: argparse.Namespace) -> dict[str, str]:
     path = [str(root), str(root / "phoenix"), os.environ.get("PYTHONPATH", "")]
     environment = dict(os.environ) | {
         "JAX_PLATFORMS": "cuda,cpu",
+        "ASYNC_EMB_CROWDED_STEPS": str(options.crowded_steps),
         "PJRT_NPROC": str(2 * NUM_CPU_DEVICES),
         "PYTHONFAULTHANDLER": "1",
         "PYTHONPATH": os.pathsep.join(part for part in path if part),
@@ -208,9 +231,12 @@ def output_of(
 
 
 def find_jobs(root: Path, options: argparse.Namespace) -> list[Job]:
-    jobs = sanitizer_jobs(root, options) if options.sanitize else []
-    if not options.sanitize:
+    if options.sanitize:
+        jobs = sanitizer_jobs(root, options)
+    else:
         jobs = cc_jobs(root, options) + python_jobs(root, options)
+    if options.benchmark:
+        jobs.append(benchmark_job(options))
 
     def matches(job: Job, pattern: str) -> bool:
         return fnmatch.fnmatch(job.name, f"*{pattern}*")
@@ -255,13 +281,19 @@ def sanitizer_jobs(root: Path, options: argparse.Namespace) -> list[Job]:
                 "--gtest_filter=-*Huge*",
             ],
             "cc",
-            alone=True,
+            alone=options.multi_gpu,
             limit_secs=options.file_limit_s,
         )
         for path in cc_programs(root)
-        if "kernel" in path.name
-        for tool in SANITIZER_TOOLS
+        if ("kernel" in path.name) != options.multi_gpu
+        for tool in (("memcheck",) if options.multi_gpu else SANITIZER_TOOLS)
     ]
+
+
+def benchmark_job(options: argparse.Namespace) -> Job:
+    command = [sys.executable, "-m", "benchmarks.gpu_exchange", f"--max_ctas={options.max_ctas}"]
+    command += [] if options.multi_gpu else ["--devices=1"]
+    return Job(BENCHMARK, command, "benchmark", alone=True, limit_secs=options.file_limit_s)
 
 
 def python_jobs(root: Path, options: argparse.Namespace) -> list[Job]:
@@ -326,11 +358,17 @@ def run_job(
     stem = "".join(c if c.isalnum() else "_" for c in job.name)
     log, xml = report / f"{stem}.log", report / f"{stem}.xml"
     xml.unlink(missing_ok=True)
-    xml_option = f"--junitxml={xml}" if job.kind == "python" else f"--gtest_output=xml:{xml}"
+    output_option = {
+        "python": f"--junitxml={xml}",
+        "cc": f"--gtest_output=xml:{xml}",
+        "benchmark": f"--out={report / RECORDS}",
+    }[job.kind]
+    if job.kind == "cc":
+        environment = environment | {"LD_LIBRARY_PATH": nccl_folder()}
     began = time.monotonic()
     with log.open("w") as stream:
         process = subprocess.Popen(
-            [*job.command, xml_option],
+            [*job.command, output_option],
             cwd=root,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -345,7 +383,7 @@ def run_job(
         finally:
             end_group(process)
     outcome.secs = time.monotonic() - began
-    if not count_cases(xml, outcome):
+    if job.kind != "benchmark" and not count_cases(xml, outcome):
         count_lines(log.read_text(errors="replace"), outcome)
     if outcome.status != TIMED_OUT:
         outcome.status = status_of(job, outcome)
@@ -353,6 +391,15 @@ def run_job(
         lines = log.read_text(errors="replace").splitlines()
         outcome.tail = "\n".join(lines[-TAIL_LINES:])
     return outcome
+
+
+def nccl_folder() -> str:
+    """Where libnccl.so.2 lies, for programs that do not ask Python; after what is set already."""
+    folders = [os.environ.get("LD_LIBRARY_PATH", "")]
+    with contextlib.suppress(ModuleNotFoundError):
+        found = importlib.util.find_spec("nvidia.nccl")
+        folders += [f"{path}/lib" for path in (found and found.submodule_search_locations) or []]
+    return os.pathsep.join(folder for folder in folders if folder)
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
@@ -444,10 +491,13 @@ def summary(outcomes: list[Outcome]) -> str:
 
 
 def write_report(report: Path, versions: dict[str, str], outcomes: list[Outcome]) -> None:
-    content = {
+    content: dict[str, Any] = {
         "machine": versions,
         "outcomes": [dataclasses.asdict(outcome) for outcome in outcomes],
     }
+    records = report / RECORDS
+    if records.exists():
+        content["benchmark"] = json.loads(records.read_text())
     (report / "report.json").write_text(json.dumps(content, indent=1) + "\n")
     lines = [f"{name}: {value}" for name, value in versions.items()]
     lines += ["", *(line_of(outcome) for outcome in outcomes)]
@@ -456,6 +506,8 @@ def write_report(report: Path, versions: dict[str, str], outcomes: list[Outcome]
         if outcome.tail or skips:
             lines += ["", f"--- {outcome.name}: {outcome.status}", *skips]
             lines += [*outcome.failures, outcome.tail] if outcome.tail else []
+    if records.exists():
+        lines += ["", *(json.dumps(record) for record in content["benchmark"])]
     lines.append(summary(outcomes))
     (report / "report.txt").write_text("\n".join(lines) + "\n")
 

@@ -181,6 +181,7 @@ def _split(label: str, size: int, group_size: int, table_axes: tuple[str, ...]) 
 def _claim_id(handle: AsyncEmbContextHandle, name: str) -> int:
     """Returns the id of what the handle says, and refuses one that something else has already."""
     spec = handle._asdict() | {
+        "platform": handle.platform,  # device ids count anew on each
         "mesh": list(handle.mesh.shape.items()),
         "options": dataclasses.asdict(handle.options),
         "name": name,

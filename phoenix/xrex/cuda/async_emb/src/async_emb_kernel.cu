@@ -197,7 +197,7 @@ __global__ void EndStepKernel(GuardView guard, std::int64_t step,
     ok = guard.decision->applied != 0;
     guard.decision->applied = 0;
   } else {
-    ok = LoadFailure(guard) == static_cast<std::int32_t>(StepFailure::kNone);
+    ok = !HasFailed(guard);
   }
   guard.decision->ok = ok ? 1 : 0;
   PublishCounters(*counters, published);

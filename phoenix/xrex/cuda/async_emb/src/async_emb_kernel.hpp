@@ -32,8 +32,8 @@ struct StepDecision {
 // The device's view of a step guard.
 struct GuardView {
   Pipeline pipeline = Pipeline::kLookup;
-  // In mapped host memory: `failure` is written by host and device, the rest by
-  // the device.
+  // In mapped host memory: `failure` is written by the host, the rest by the
+  // device.
   StepWords* words = nullptr;
   StepDecision* decision = nullptr;
 };

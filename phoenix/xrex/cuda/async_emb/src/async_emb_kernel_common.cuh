@@ -258,16 +258,17 @@ __device__ inline bool IsRow(std::int64_t row, std::int64_t vocab_rows) {
          static_cast<std::uint64_t>(vocab_rows);
 }
 
-// The guard's failure as the host has it now.
-__device__ inline std::int32_t LoadFailure(const GuardView& guard) {
-  return *static_cast<const volatile std::int32_t*>(&guard.words->failure);
+// Whether the guard has failed, as host and device have it now.
+__device__ inline bool HasFailed(const GuardView& guard) {
+  const volatile StepWords* words = guard.words;
+  return (words->failure | words->found) != 0;
 }
 
-// For good; the first reason stands.
+// For good; the first reason stands. No two kernels that call it for one guard
+// run at the same time.
 __device__ inline void Fail(const GuardView& guard, StepFailure why) {
-  atomicCAS_system(&guard.words->failure,
-                   static_cast<std::int32_t>(StepFailure::kNone),
-                   static_cast<std::int32_t>(why));
+  volatile StepWords* words = guard.words;
+  if (words->found == 0) words->found = static_cast<std::int32_t>(why);
 }
 
 }  // namespace xrex::async_emb::cuda_kernels

@@ -102,10 +102,8 @@ __device__ float Judge(const UpdateCheckArgs& args, const Findings& findings,
 
 __global__ void JudgeKernel(GuardView guard, UpdateCheckArgs args,
                             const Findings* findings, Counters* counters) {
-  const bool failed =
-      LoadFailure(guard) != static_cast<std::int32_t>(StepFailure::kNone);
-  *args.flag =
-      failed ? __uint_as_float(0x7FC00000U) : Judge(args, *findings, counters);
+  *args.flag = HasFailed(guard) ? __uint_as_float(0x7FC00000U)
+                                : Judge(args, *findings, counters);
 }
 
 void CountDuplicates(cudaStream_t stream, const UpdateCheckArgs& args,
@@ -187,9 +185,7 @@ __device__ std::int64_t* SkipCounter(float verdict, float norm,
 __device__ void Decide(const GuardView& guard, const ApplyArgs& args,
                        float norm, Counters* counters) {
   guard.decision->applied = 0;
-  if (LoadFailure(guard) != static_cast<std::int32_t>(StepFailure::kNone)) {
-    return;
-  }
+  if (HasFailed(guard)) return;
   const float verdict = args.stats[args.num_unique];
   if (isnan(verdict)) {
     Fail(guard, StepFailure::kPeerFailed);

@@ -58,10 +58,12 @@ enum class StepFailure : std::int32_t {
   kPeerFailed = 3,  // another rank says that its step has failed
 };
 
-// What a pipeline's steps have come to. Host and device may both see it.
+// What a pipeline's steps have come to. Host and device may both see it, and
+// each word has one writer: not every machine has atomic operations between the
+// two.
 struct StepWords {
-  std::int32_t failure = 0;  // a StepFailure, set once
-  std::int32_t unused = 0;
+  std::int32_t failure = 0;  // a StepFailure that the host sets, once
+  std::int32_t found = 0;    // a StepFailure that a device has found, set once
   std::int64_t reached = 0;  // the latest step that has ended
   std::int64_t good = 0;     // the latest step that has ended well
 };
@@ -91,9 +93,14 @@ class StepGuard {
     std::atomic_ref(words_.failure)
         .compare_exchange_strong(none, static_cast<std::int32_t>(why));
   }
+  // What a device has found says more than that the host gave up since.
   StepFailure failure() const {
+    const std::int32_t found =
+        std::atomic_ref(words_.found).load(std::memory_order_acquire);
     return static_cast<StepFailure>(
-        std::atomic_ref(words_.failure).load(std::memory_order_acquire));
+        found != 0
+            ? found
+            : std::atomic_ref(words_.failure).load(std::memory_order_acquire));
   }
   bool failed() const { return failure() != StepFailure::kNone; }
 

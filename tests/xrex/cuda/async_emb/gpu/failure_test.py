@@ -198,6 +198,7 @@ def test_update_that_was_done_before_the_abort_stays(num_ranks: int, hold: Hold)
     case = case_of(num_ranks)
     with context(num_ranks) as ctx:
         steps = Steps(ctx)
+        assert_works(steps, case)  # and compiles what must not be compiled during the hold
         in_flight = steps.start_update(
             steps.put_state(case.state), *steps.put_update(case), steps.open_gate()
         )
@@ -206,7 +207,7 @@ def test_update_that_was_done_before_the_abort_stays(num_ranks: int, hold: Hold)
         async_emb.drain(ctx)
         gate = hold.start(HOLD_SECS)
         table, pin = steps.start_lookup(ids, in_flight.table, gate)
-        wait_until_armed(ctx, lookups=1)
+        wait_until_armed(ctx, lookups=2)
         async_emb.abort(ctx)
         embeddings, table = steps.finish_lookup(table, pin)
         finished = steps.finish_update(in_flight._replace(table=table))
@@ -220,11 +221,12 @@ def test_abort_wakes_a_thread_that_drains(num_ranks: int, hold: Hold) -> None:
     case = case_of(num_ranks)
     with context(num_ranks) as ctx:
         steps = Steps(ctx)
+        assert_works(steps, case)  # and compiles what must not be compiled during the hold
         state, inputs = steps.put_state(case.state), steps.put_update(case)
         jax.block_until_ready((state, inputs))
         gate = hold.start(2.0)
         in_flight = steps.start_update(state, *inputs, gate)
-        wait_until_armed(ctx, updates=1)
+        wait_until_armed(ctx, updates=2)
         with running(async_emb.drain, ctx) as waiting:
             async_emb.abort(ctx)
             assert message_of(RuntimeError, outcome, waiting) == f"{ABORTED}abort() was called"

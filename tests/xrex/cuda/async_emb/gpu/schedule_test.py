@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import jax
@@ -124,7 +125,9 @@ def test_training_steps_that_the_host_does_not_wait_for_equal_the_oracle(
 
 # --- Beside XLA's own collectives ---------------------------------------------------------------
 
-NUM_CROWDED_STEPS, NUM_BATCHES = 300, 7
+# More of them for a soak.
+NUM_CROWDED_STEPS = int(os.environ.get("ASYNC_EMB_CROWDED_STEPS", "300"))
+NUM_BATCHES = 7
 
 
 def quarter(embeddings: Any) -> Any:

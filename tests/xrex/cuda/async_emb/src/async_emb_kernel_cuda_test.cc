@@ -271,14 +271,26 @@ TEST(CheckRankTest, AnotherRankFailsTheStep) {
   EXPECT_EQ(guard.failure(), StepFailure::kWrongRank);
 }
 
-TEST(CheckRankTest, TheFirstReasonStands) {
+TEST(CheckRankTest, LeavesTheWordOfTheHostAlone) {
   TestGuard guard(Pipeline::kLookup);
   guard.Fail(StepFailure::kExchange);
   const DeviceArray<std::int32_t> came(1, 2);
   const TestStream stream;
   CheckRank(stream.get(), guard.view(), came.data(), 3);
   stream.Sync();
-  EXPECT_EQ(guard.failure(), StepFailure::kExchange);
+  EXPECT_EQ(guard.words()->failure,
+            static_cast<std::int32_t>(StepFailure::kExchange));
+  EXPECT_EQ(guard.failure(), StepFailure::kWrongRank);
+}
+
+TEST(CheckRankTest, WhatWasFoundFirstStands) {
+  TestGuard guard(Pipeline::kLookup);
+  guard.words()->found = static_cast<std::int32_t>(StepFailure::kPeerFailed);
+  const DeviceArray<std::int32_t> came(1, 2);
+  const TestStream stream;
+  CheckRank(stream.get(), guard.view(), came.data(), 3);
+  stream.Sync();
+  EXPECT_EQ(guard.failure(), StepFailure::kPeerFailed);
 }
 
 // Ends step 7 of a pipeline.

@@ -108,29 +108,33 @@ inline std::vector<std::int32_t> RandomIndices(std::size_t size, int end,
   return indices;
 }
 
-// One rank, and the arrays of its program. Slot u stands for row u.
+// One rank, and the arrays of its program, on the device of its number. Slot u
+// stands for row u.
 class CudaRank {
  public:
   CudaRank(const PipelineSpec& spec, std::int64_t vocab_rows,
-           Clock::Duration timeout, const Clock& clock, Backend& backend)
-      : spec_(spec),
+           Clock::Duration timeout, const Clock& clock, Backend& backend,
+           std::int32_t rank = 0)
+      : device_(MakeCurrent(rank)),
+        spec_(spec),
         vocab_rows_(vocab_rows),
-        ids(RandomIndices(Tokens(), static_cast<int>(vocab_rows), 1)),
-        table(RandomBf16(TableSize(), 2)),
+        ids(RandomIndices(Tokens(), static_cast<int>(vocab_rows),
+                          1 + 10 * rank)),
+        table(RandomBf16(TableSize(), 2 + 10 * rank)),
         row_state(std::vector<float>(static_cast<std::size_t>(vocab_rows), 1)),
-        grads(RandomBf16(Tokens() * Width(), 3)),
-        segment_ids(
-            RandomIndices(Tokens(), static_cast<int>(spec.num_unique), 4)),
+        grads(RandomBf16(Tokens() * Width(), 3 + 10 * rank)),
+        segment_ids(RandomIndices(Tokens(), static_cast<int>(spec.num_unique),
+                                  4 + 10 * rank)),
         unique_tokens(Counting(spec.num_unique)),
         learning_rate({0.5F}),
         pending({1}),
-        program_rank({0}),
+        program_rank({rank}),
         embeddings(std::vector<Bf16Bits>(Tokens() * Width(), 0)),
         norm({-1.0F}),
         valid({-1}),
         context_(std::make_unique<AsyncEmbContext>(
             ContextConfig{.context_id = 5,
-                          .device_key = 0,
+                          .device_key = device_,
                           .name = "test",
                           .timeout = timeout,
                           .run_watchdog_thread = false},
@@ -201,7 +205,11 @@ class CudaRank {
     return static_cast<std::size_t>(spec_.emb_width);
   }
   std::size_t TableSize() const {
-    return static_cast<std::size_t>(vocab_rows_) * Width();
+    return static_cast<std::size_t>(vocab_rows_ * spec_.shard_width);
+  }
+  static int MakeCurrent(int device) {
+    CheckCuda(cudaSetDevice(device), "to make a device current");
+    return device;
   }
   static std::vector<std::int32_t> Counting(std::int64_t size) {
     std::vector<std::int32_t> values(static_cast<std::size_t>(size));
@@ -211,6 +219,7 @@ class CudaRank {
     return values;
   }
 
+  const int device_;
   const PipelineSpec spec_;
   const std::int64_t vocab_rows_;
   CallerStream caller_;

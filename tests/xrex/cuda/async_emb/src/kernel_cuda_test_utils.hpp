@@ -141,7 +141,9 @@ class TestGuard {
   }
   Mapped<StepWords>& words() { return words_; }
   StepDecision decision() const { return decision_.Download()[0]; }
-  StepFailure failure() { return static_cast<StepFailure>(words_->failure); }
+  StepFailure failure() {
+    return StepGuard(pipeline_, words_.operator->()).failure();
+  }
   void Fail(StepFailure why) {
     words_->failure = static_cast<std::int32_t>(why);
   }
