@@ -14,6 +14,9 @@ _COUNT_FLAG = "--xla_force_host_platform_device_count"
 def cpu_mesh(num_devices: int, axis: str = "data") -> Mesh:
     """Makes the process use `num_devices` CPU devices, and a mesh of them.
 
+    Where jax.distributed connects several processes, each of them calls this with the same number,
+    and the mesh is made of the devices of all.
+
     To be called before JAX is first used: XLA reads its settings once. XLA's thread pool gets two
     threads for each device, without which programs with collectives may wait for each other
     forever.
@@ -35,4 +38,8 @@ def cpu_mesh(num_devices: int, axis: str = "data") -> Mesh:
             f"JAX has {len(devices)} CPU devices and {num_devices} were asked for; it was used "
             "before the number was set: ask for them first"
         )
-    return Mesh(np.array(devices[:num_devices]), (axis,))
+    if jax.process_count() > 1:
+        devices = jax.devices("cpu")
+    else:
+        devices = devices[:num_devices]
+    return Mesh(np.array(devices), (axis,))

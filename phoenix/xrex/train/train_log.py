@@ -1,46 +1,81 @@
-"""The record of a run's training steps: running metrics, curves, and the metrics file."""
+"""The record of a run's training steps: running metrics, curves, and what they are written to."""
 
 from __future__ import annotations
 
 import collections
-import os
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from xrex.train.batches import Batch
-from xrex.train.metrics import MetricsFile, RunningAuc
+from xrex.train.metrics import RunningAuc
 from xrex.train.train_state import StepMetrics
 
 # Results are read this many steps late, so that reading them does not stop the pipeline.
 _READ_LAG = 4
 
 
+class MetricsWriter(Protocol):
+    """Where records go."""
+
+    def write(self, record: Mapping[str, float | int | str]) -> None:
+        """Writes one record."""
+
+    def close(self) -> None:
+        """Ends the writing."""
+
+
 class TrainLog:
     """Takes the results of steps as they are dispatched, and reads them a few steps later.
 
     Args:
-      path: the metrics file, JSON lines; appended to.
+      writers: what records are written to; the log closes them.
       log_every: steps that a training record and a point of the curves cover.
+      vocab_rows: V, which tells the ids that are out of range.
+      train_secs: seconds spent on steps so far, the first step of the run left out.
 
     Attributes:
       loss_curve: (step, mean loss of the steps since the point before).
       auc_curve: (step, AUC over the latest training examples).
     """
 
-    def __init__(self, path: str | os.PathLike[str], log_every: int) -> None:
+    def __init__(
+        self,
+        writers: Sequence[MetricsWriter],
+        log_every: int,
+        *,
+        vocab_rows: int,
+        train_secs: Callable[[], float],
+    ) -> None:
         self.loss_curve: list[tuple[int, float]] = []
         self.auc_curve: list[tuple[int, float]] = []
-        self._log_every = log_every
-        self._file = MetricsFile(path)
+        self._writers, self._log_every = list(writers), log_every
+        self._vocab_rows, self._train_secs = vocab_rows, train_secs
         self._unread: collections.deque[tuple[int, Batch, StepMetrics]] = collections.deque()
         self._running_auc = RunningAuc()
         self._losses: list[float] = []
-        self._num_skipped = 0
+        self._num_skipped = self._ids_out_of_range = 0
+        self._is_first_step = True
+        self._num_examples, self._secs_before = 0, 0.0
+        self._examples_per_sec = math.nan
+        self._dropped_rows = 0
 
-    def add(self, step: int, batch: Batch, metrics: StepMetrics) -> None:
-        """Takes the results of a step (its aux are logits [B]) and reads those old enough."""
+    def add(self, step: int, batch: Batch, metrics: StepMetrics, dropped_rows: int = 0) -> None:
+        """Takes the results of a step (its aux are logits [B]) and reads those old enough.
+
+        Args:
+          step: its number.
+          batch: what it was trained on, in host memory.
+          metrics: its results.
+          dropped_rows: malformed rows that were left out of the data so far.
+        """
+        self._dropped_rows = dropped_rows
+        self._ids_out_of_range += int(np.sum(batch.mask & ~self._in_range(batch.ids)))
+        if not self._is_first_step:
+            self._num_examples += int(np.sum(batch.weights > 0))
+        self._is_first_step = False
         self._unread.append((step, batch, metrics))
         if len(self._unread) > _READ_LAG:
             self._read_oldest()
@@ -50,14 +85,23 @@ class TrainLog:
         while self._unread:
             self._read_oldest()
 
-    def latest(self) -> dict[str, float]:
-        """The newest points, loss and AUC; empty before the first."""
-        curves = {"loss": self.loss_curve, "AUC": self.auc_curve}
-        return {name: curve[-1][1] for name, curve in curves.items() if curve}
+    def latest(self) -> dict[str, str]:
+        """The newest values, as texts for a progress display; empty before the first record."""
+        if not self.loss_curve:
+            return {}
+        return {
+            "loss": f"{self.loss_curve[-1][1]:.4f}",
+            "AUC": f"{self.auc_curve[-1][1]:.4f}",
+            "examples/s": f"{self._examples_per_sec:.0f}",
+        }
 
     def write(self, record: Mapping[str, float | int | str]) -> None:
-        """Writes a record to the metrics file."""
-        self._file.write(record)
+        """Writes a record, with its step and split, to all writers."""
+        for writer in self._writers:
+            writer.write(record)
+
+    def _in_range(self, ids: np.ndarray) -> np.ndarray:
+        return (ids >= -self._vocab_rows) & (ids < self._vocab_rows)
 
     def _read_oldest(self) -> None:
         step, batch, metrics = self._unread.popleft()
@@ -73,14 +117,21 @@ class TrainLog:
         self.loss_curve.append((step, loss))
         self.auc_curve.append((step, auc))
         self._losses.clear()
+        secs = self._train_secs()
+        if self._num_examples and secs > self._secs_before:
+            self._examples_per_sec = self._num_examples / (secs - self._secs_before)
+        self._num_examples, self._secs_before = 0, secs
         self.write(
             {
                 "step": step,
                 "split": "train",
-                "loss": loss,
+                "log_loss": loss,
                 "auc": auc,
+                "examples_per_sec": self._examples_per_sec,
                 "sparse_grad_norm": norm,
                 "skipped_steps": self._num_skipped,
+                "ids_out_of_range": self._ids_out_of_range,
+                "dropped_rows": self._dropped_rows,
             }
         )
 
@@ -88,4 +139,5 @@ class TrainLog:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._file.close()
+        for writer in self._writers:
+            writer.close()

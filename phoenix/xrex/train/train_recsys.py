@@ -1,8 +1,9 @@
-"""Trains a click model on MovieLens-100K, or on generated data, with the embedding engine.
+"""Trains a click model on MovieLens-100K, on files, or on generated data.
 
 The embedding table is sharded over several devices, by default four virtual CPU devices. While the
 dense model computes, the rows of the next batch are looked up and the gradients of the batch before
 are applied. Progress is shown, and the run ends with test metrics, a plot, and where the time went.
+SIGTERM and Ctrl-C save a checkpoint after the running step and end the program with status 0.
 """
 
 from __future__ import annotations
@@ -18,12 +19,22 @@ from tqdm import tqdm
 
 from xrex.cuda.async_emb.async_emb import RankStats
 from xrex.train import datasets
+from xrex.train.config_file import apply_config_file
 from xrex.train.cpu_devices import cpu_mesh
 from xrex.train.criteo import CriteoFormat
 from xrex.train.data_files import ERROR, POLICIES
 from xrex.train.datasets import DataConfig, Dataset
 from xrex.train.phase_timer import PhaseTimer
+from xrex.train.process_group import ProcessGroup, connect_processes
+from xrex.train.share_exchange import ShareExchangeError
+from xrex.train.stop_signal import StopSignal
 from xrex.train.trainer import PIPELINED, SYNCHRONOUS, TrainConfig, Trainer, TrainReport
+
+_CONFIG = flags.DEFINE_string(
+    "config",
+    None,
+    "TOML or JSON file of settings, by the names of these flags. Flags on the command line win.",
+)
 
 _DATASET = flags.DEFINE_enum(
     "dataset",
@@ -33,7 +44,9 @@ _DATASET = flags.DEFINE_enum(
     "--valid_files and --test_files.",
 )
 _DATA_DIR = flags.DEFINE_string(
-    "data_dir", None, "Folder of the MovieLens-100K files, if not those that Bazel fetched."
+    "data_dir",
+    None,
+    "Folder of the files of --dataset=movielens_100k, if not those that Bazel fetched.",
 )
 _NUM_EXAMPLES = flags.DEFINE_integer(
     "zipf_examples", 100_000, "Examples that --dataset=zipf generates.", lower_bound=100
@@ -41,14 +54,18 @@ _NUM_EXAMPLES = flags.DEFINE_integer(
 _TRAIN_FILES = flags.DEFINE_list(
     "train_files", [], "Paths or quoted glob patterns of the files to train on, by commas."
 )
-_VALID_FILES = flags.DEFINE_list("valid_files", [], "Likewise, to evaluate on while training.")
-_TEST_FILES = flags.DEFINE_list("test_files", [], "Likewise, to evaluate on at the end.")
+_VALID_FILES = flags.DEFINE_list(
+    "valid_files", [], "As --train_files, but to evaluate on at every checkpoint."
+)
+_TEST_FILES = flags.DEFINE_list(
+    "test_files", [], "As --train_files, but to evaluate on at the end."
+)
 _ON_MALFORMED = flags.DEFINE_enum(
     "on_malformed",
     ERROR,
     POLICIES,
-    "What a malformed row of these files does. error: stops the run with its place. drop: it is "
-    "left out and counted.",
+    "What to do with a malformed row of a file. error: stop and say where it is. drop: leave it "
+    "out and count it.",
 )
 _CRITEO_INTEGERS = flags.DEFINE_integer(
     "criteo_integers", 13, "Integer columns of --dataset=criteo.", lower_bound=0
@@ -81,13 +98,29 @@ _MODE = flags.DEFINE_enum(
     "pipelined: with the native engine, updates are applied one step late. synchronous: plain JAX, "
     "one thing after the other, to compare with.",
 )
-_DEVICES = flags.DEFINE_integer("devices", 4, "Virtual CPU devices.", lower_bound=1)
+_DEVICES = flags.DEFINE_integer("devices", 4, "Virtual CPU devices of each process.", lower_bound=1)
+_DISTRIBUTED = flags.DEFINE_bool(
+    "distributed",
+    False,
+    "Train in several processes, started with the same flags but for --process_id, and sharing "
+    "--workdir. They find each other by --coordinator_address, --num_processes and --process_id; "
+    "in a SLURM job by themselves.",
+)
+_COORDINATOR_ADDRESS = flags.DEFINE_string(
+    "coordinator_address", None, "With --distributed: HOST:PORT at which process 0 listens."
+)
+_NUM_PROCESSES = flags.DEFINE_integer(
+    "num_processes", None, "With --distributed: processes in all.", lower_bound=1
+)
+_PROCESS_ID = flags.DEFINE_integer(
+    "process_id", None, "With --distributed: number of this process, from 0.", lower_bound=0
+)
 _EPOCHS = flags.DEFINE_integer("epochs", 4, "Passes over the training data.", lower_bound=1)
 _STEPS = flags.DEFINE_integer(
     "steps", None, "Steps to train in all; overrides --epochs.", lower_bound=1
 )
 _BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size", 512, "Examples of a batch over all devices.", lower_bound=1
+    "batch_size", 512, "Examples of a batch over all devices of all processes.", lower_bound=1
 )
 _SEED = flags.DEFINE_integer(
     "seed", 0, "Of initial values, order of examples, and generated data.", lower_bound=0
@@ -115,19 +148,30 @@ _KEEP_CHECKPOINTS = flags.DEFINE_integer(
 _LOG_EVERY = flags.DEFINE_integer(
     "log_every", 10, "Steps between training records in metrics.jsonl.", lower_bound=1
 )
+_TENSORBOARD = flags.DEFINE_bool(
+    "tensorboard", True, "Write the metrics as TensorBoard events, too."
+)
 
 
-def choose_workdir(given: str | None, *, resume: bool) -> Path:
-    """The run's folder, made if it is not there. Relative to where the user called Bazel.
+def user_path(text: str) -> Path:
+    """A path that the user gave, relative to where he called Bazel."""
+    return Path(os.environ.get("BUILD_WORKING_DIRECTORY", ".")).absolute() / text
+
+
+def choose_workdir(given: str | None, *, resume: bool, distributed: bool = False) -> Path:
+    """The run's folder, made if it is not there.
 
     Raises:
-      ValueError: resuming needs a folder, and a new run one without checkpoints of another.
+      ValueError: resuming and several processes need a folder, and a new run one without
+        checkpoints of another.
     """
     if given is None:
         if resume:
             raise ValueError("--resume needs the --workdir of the run to go on with")
+        if distributed:
+            raise ValueError("--distributed needs a --workdir that all processes share")
         return Path(tempfile.mkdtemp(prefix="train_recsys-"))
-    workdir = Path(os.environ.get("BUILD_WORKING_DIRECTORY", ".")).absolute() / given
+    workdir = user_path(given)
     if not resume and (workdir / "checkpoints").exists():
         raise ValueError(
             f"{workdir} holds the checkpoints of another run; give --resume to go on with it, or "
@@ -139,9 +183,17 @@ def choose_workdir(given: str | None, *, resume: bool) -> Path:
 
 def describe_report(report: TrainReport, seconds: Mapping[str, float]) -> str:
     """The text that a run ends with."""
-    lines = ["", f"{'':12}{'AUC':>8}{'log loss':>10}{'examples':>10}"]
+    lines = [""]
+    if report.stopped:
+        lines.append(
+            f"Stopped after step {report.end_step}, which is saved; go on with --resume and the "
+            "same --workdir."
+        )
+    else:
+        lines.append(f"{'':12}{'AUC':>8}{'log loss':>10}{'examples':>10}")
     for name, part in (("validation", report.valid), ("test", report.test)):
-        lines.append(f"{name:12}{part.auc:8.4f}{part.log_loss:10.4f}{part.num_examples:10}")
+        if part is not None:
+            lines.append(f"{name:12}{part.auc:8.4f}{part.log_loss:10.4f}{part.num_examples:10}")
     if report.dropped_rows:
         lines += ["", f"{report.dropped_rows} malformed training rows were left out."]
     lines += ["", "Where the time went:"]
@@ -169,20 +221,21 @@ def _describe_counters(counters: Mapping[int, RankStats]) -> list[str]:
     ]
 
 
-def _data_config() -> DataConfig:
+def _data_config(num_processes: int) -> DataConfig:
     return DataConfig(
         name=_DATASET.value,
         table_rows=_TABLE_ROWS.value,
         seed=_SEED.value,
         zipf_examples=_NUM_EXAMPLES.value,
-        data_dir=Path(_DATA_DIR.value) if _DATA_DIR.value else None,
-        train_files=tuple(_TRAIN_FILES.value),
-        valid_files=tuple(_VALID_FILES.value),
-        test_files=tuple(_TEST_FILES.value),
+        data_dir=user_path(_DATA_DIR.value) if _DATA_DIR.value else None,
+        train_files=tuple(str(user_path(text)) for text in _TRAIN_FILES.value),
+        valid_files=tuple(str(user_path(text)) for text in _VALID_FILES.value),
+        test_files=tuple(str(user_path(text)) for text in _TEST_FILES.value),
         on_malformed=_ON_MALFORMED.value,
         criteo=CriteoFormat(_CRITEO_INTEGERS.value, _CRITEO_CATEGORICALS.value),
         label_column=_LABEL_COLUMN.value,
         feature_columns=tuple(_FEATURE_COLUMNS.value),
+        num_processes=num_processes,
     )
 
 
@@ -203,6 +256,7 @@ def _train_config() -> TrainConfig:
         checkpoint_every=_CHECKPOINT_EVERY.value,
         keep_checkpoints=_KEEP_CHECKPOINTS.value,
         log_every=_LOG_EVERY.value,
+        tensorboard=_TENSORBOARD.value,
     )
 
 
@@ -216,25 +270,59 @@ def _describe_sizes(dataset: Dataset) -> str:
     )
 
 
+def _connect() -> ProcessGroup:
+    given = (_COORDINATOR_ADDRESS.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+    if _DISTRIBUTED.value:
+        return connect_processes(*given)
+    if given != (None, None, None):
+        raise ValueError(
+            "--coordinator_address, --num_processes and --process_id are for training in several "
+            "processes; give --distributed, too"
+        )
+    return ProcessGroup()
+
+
 def _run() -> None:
     timer = PhaseTimer()
-    workdir = choose_workdir(_WORKDIR.value, resume=_RESUME.value)
-    print(f"work folder: {workdir}", flush=True)
-    with timer.phase("data set"):
-        dataset = datasets.load_dataset(_data_config())
-    config = _train_config()
-    print(
-        f"{config.dataset}: {_describe_sizes(dataset)}; {config.mode} training on "
-        f"{_DEVICES.value} CPU devices, seed {config.seed}",
-        flush=True,
-    )
-    mesh = cpu_mesh(_DEVICES.value)
+    # Before the processes are connected: none can have written to the folder yet.
+    workdir = choose_workdir(_WORKDIR.value, resume=_RESUME.value, distributed=_DISTRIBUTED.value)
+    processes = _connect()
+
+    def tell(text: str) -> None:
+        if processes.is_first:
+            print(text, flush=True)
 
     def make_progress(done: int, end: int | None) -> tqdm:
-        return tqdm(initial=done, total=end, unit="step", dynamic_ncols=True)
+        return tqdm(
+            initial=done,
+            total=end,
+            unit="step",
+            dynamic_ncols=True,
+            disable=not (processes.is_first and sys.stderr.isatty()),
+        )
 
-    report = Trainer(config, dataset, mesh, workdir, timer, make_progress).run(resume=_RESUME.value)
-    print(describe_report(report, timer.report()))
+    tell(f"work folder: {workdir}")
+    with timer.phase("data set"):
+        dataset = datasets.load_dataset(_data_config(processes.num_processes))
+    config = _train_config()
+    mesh = cpu_mesh(_DEVICES.value)
+    tell(
+        f"{config.dataset}: {_describe_sizes(dataset)}; {config.mode} training on {mesh.size} CPU "
+        f"devices, seed {config.seed}"
+    )
+    with StopSignal() as stop:
+        trainer = Trainer(
+            config,
+            dataset,
+            mesh,
+            workdir,
+            timer,
+            make_progress,
+            processes=processes,
+            stop_requested=stop.requested,
+        )
+        report = trainer.run(resume=_RESUME.value)
+    tell(describe_report(report, timer.report()))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -244,11 +332,20 @@ def main(arguments: Sequence[str]) -> int:
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # at INFO the checkpoint library says a lot
     try:
+        if _CONFIG.value is not None:
+            apply_config_file(user_path(_CONFIG.value), flags.FLAGS, _settings())
         _run()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ShareExchangeError) as error:
         print(f"train_recsys: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _settings() -> list[str]:
+    """Names of the flags of this program that a file may set."""
+    module = sys.modules[__name__]
+    own = flags.FLAGS.get_key_flags_for_module(module)
+    return [flag.name for flag in own if flag.name != _CONFIG.name]
 
 
 if __name__ == "__main__":

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import jax
 import ml_dtypes
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xrex.cuda.async_emb import async_emb
 from xrex.optimizers.recsys import RowwiseAdagrad
@@ -18,14 +19,15 @@ from xrex.train.batch_stream import BatchStream
 from xrex.train.checkpoint import Checkpoints
 from xrex.train.data_pipeline import DataPipeline, StepInput
 from xrex.train.datasets import Dataset
-from xrex.train.metrics import auc, log_loss
+from xrex.train.metrics import MetricsFile, auc, log_loss
 from xrex.train.model import MlpRanker
 from xrex.train.phase_timer import PhaseTimer
 from xrex.train.pipelined_step import PipelinedTrainStep
 from xrex.train.plot import save_curves
 from xrex.train.prepared_batch import PreparedBatch
+from xrex.train.process_group import ProcessGroup
 from xrex.train.synchronous_step import SynchronousTrainStep
-from xrex.train.train_log import TrainLog
+from xrex.train.train_log import MetricsWriter, TrainLog
 from xrex.train.train_state import TrainSetup, TrainState
 
 PIPELINED, SYNCHRONOUS = "pipelined", "synchronous"
@@ -54,6 +56,7 @@ class TrainConfig:
         end of every epoch.
       keep_checkpoints: how many checkpoints to keep.
       log_every: steps between two training records.
+      tensorboard: whether to write TensorBoard events, too.
     """
 
     dataset: str
@@ -71,6 +74,7 @@ class TrainConfig:
     checkpoint_every: int | None
     keep_checkpoints: int
     log_every: int
+    tensorboard: bool
 
     def __post_init__(self) -> None:
         if self.num_epochs is None and self.end_step is None:
@@ -85,6 +89,7 @@ class TrainConfig:
             "checkpoint_every",
             "keep_checkpoints",
             "log_every",
+            "tensorboard",
         }
         fields = dataclasses.asdict(self)
         return {name: value for name, value in fields.items() if name not in free}
@@ -106,8 +111,9 @@ class TrainReport:
     Attributes:
       first_step: steps that had been done before this run, by the run it resumed.
       end_step: steps done.
-      valid: metrics over the validation part.
-      test: metrics over the test part.
+      stopped: it was asked to stop, and has saved a checkpoint and evaluated nothing.
+      valid: metrics over the validation part; None if stopped.
+      test: metrics over the test part; None if stopped.
       dropped_rows: malformed rows that were left out of the training data.
       counters: the engine's counters by rank; empty without the native engine.
       files: what was written: purpose -> path.
@@ -115,8 +121,9 @@ class TrainReport:
 
     first_step: int
     end_step: int
-    valid: Evaluation
-    test: Evaluation
+    stopped: bool
+    valid: Evaluation | None
+    test: Evaluation | None
     dropped_rows: int
     counters: Mapping[int, async_emb.RankStats]
     files: Mapping[str, Path]
@@ -128,11 +135,20 @@ class Progress(Protocol):
     def update(self) -> Any:
         """Counts a step."""
 
-    def set_postfix(self, values: Mapping[str, str], *, refresh: bool) -> Any:
+    def set_postfix(self, ordered_dict: Mapping[str, str], *, refresh: bool) -> Any:
         """Sets the values to show, at once or with the next update."""
 
     def close(self) -> Any:
         """Ends the display."""
+
+
+class _Run(NamedTuple):
+    """What a run keeps open."""
+
+    step: TrainStep
+    data: DataPipeline[PreparedBatch]
+    log: TrainLog
+    checkpoints: Checkpoints
 
 
 class Trainer:
@@ -145,6 +161,8 @@ class Trainer:
       workdir: an existing folder for all that the run writes.
       timer: counts the time of the run's phases.
       make_progress: (steps done, steps in all or None if unknown) -> display.
+      processes: this process among those that run this together. All share the work folder.
+      stop_requested: asked after every step; a yes of any process saves and ends the run.
     """
 
     def __init__(
@@ -155,9 +173,14 @@ class Trainer:
         workdir: Path,
         timer: PhaseTimer,
         make_progress: Callable[[int, int | None], Progress],
+        *,
+        processes: ProcessGroup | None = None,
+        stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         self._config, self._dataset, self._workdir = config, dataset, workdir
         self._timer, self._make_progress = timer, make_progress
+        self._processes = processes or ProcessGroup()
+        self._stop_requested = stop_requested
         layout = dataset.train.layout
         self._model = MlpRanker(layout, config.emb_width, crosses=dataset.crosses)
         self._setup = _make_setup(config, dataset, mesh, self._model)
@@ -175,30 +198,58 @@ class Trainer:
           DataFileError: a data file is malformed.
         """
         config, timer = self._config, self._timer
-        metrics_path = self._workdir / "metrics.jsonl"
-        log = TrainLog(metrics_path, config.log_every)
+        files = {"checkpoints": self._workdir / "checkpoints"}
         checkpoints = Checkpoints(
-            self._workdir / "checkpoints",
+            files["checkpoints"],
             config.identity() | {"train_examples": self._dataset.train.num_examples},
             keep=config.keep_checkpoints,
         )
+        log = self._make_log(files)
         with log, checkpoints, self._make_step() as step, self._make_pipeline(step) as data:
+            run = _Run(step, data, log, checkpoints)
             with timer.phase("initial state"):
                 state = step.init(self._model.init(config.seed), _initial_table(config))
                 if resume and checkpoints.latest_step() is not None:
                     state = checkpoints.restore(state)
                     data.restore(checkpoints.data_position() or data.state())
                 first_step = int(state.step)
-            state = self._train(step, state, data, log, checkpoints)
-            state, valid = self._evaluate(step, state, log, "valid")
-            state, test = self._evaluate(step, state, log, "test")
+            state, stopped = self._train(run, state)
+            valid = test = None
+            if not stopped:
+                state, valid = self._evaluate(run, state, "valid")
+                state, test = self._evaluate(run, state, "test")
             counters = step.counters()
-        with timer.phase("plot"):
-            plot = self._plot(log, int(state.step), test)
-        files = {"metrics": metrics_path, "plot": plot, "checkpoints": checkpoints.folder}
+        end_step = int(state.step)
+        if test is not None and self._processes.is_first:
+            files["plot"] = self._workdir / "training.png"
+            with timer.phase("plot"):
+                self._plot(files["plot"], log, end_step, test)
         return TrainReport(
-            first_step, int(state.step), valid, test, self._dropped_rows, counters, files
+            first_step, end_step, stopped, valid, test, self._dropped_rows, counters, files
         )
+
+    def _make_log(self, files: dict[str, Path]) -> TrainLog:
+        """The log, which only the first process writes to files; notes these in `files`."""
+        writers: list[MetricsWriter] = []
+        if self._processes.is_first:
+            files["metrics"] = self._workdir / "metrics.jsonl"
+            writers.append(MetricsFile(files["metrics"]))
+            if self._config.tensorboard:
+                from xrex.train.tensorboard_log import TensorBoardLog  # not wanted by every run
+
+                files["tensorboard"] = self._workdir / "tensorboard"
+                writers.append(TensorBoardLog(files["tensorboard"]))
+        return TrainLog(
+            writers,
+            self._config.log_every,
+            vocab_rows=self._config.table_rows,
+            train_secs=self._train_secs,
+        )
+
+    def _train_secs(self) -> float:
+        """Seconds spent on the steps of this run but its first, and on waiting for data."""
+        seconds = self._timer.report()
+        return seconds.get("data", 0.0) + seconds.get("steps", 0.0)
 
     def _make_step(self) -> TrainStep:
         if self._config.mode == PIPELINED:
@@ -213,6 +264,8 @@ class Trainer:
             seed=config.seed,
             shuffle_examples=config.shuffle_examples,
             num_epochs=config.num_epochs,
+            exchange=self._processes.exchange("train"),
+            stop_requested=self._stop_requested,
         )
         return DataPipeline(stream, step.prepare, depth=config.prefetch_batches)
 
@@ -223,40 +276,39 @@ class Trainer:
             return config.end_step
         return config.num_epochs * -(-num_examples // config.batch_size)
 
-    def _train(
-        self,
-        step: TrainStep,
-        state: TrainState,
-        data: DataPipeline[PreparedBatch],
-        log: TrainLog,
-        checkpoints: Checkpoints,
-    ) -> TrainState:
+    def _train(self, run: _Run, state: TrainState) -> tuple[TrainState, bool]:
+        """Trains to the end or until asked to stop, and saves; True if it was asked."""
         config, timer = self._config, self._timer
         first_step = number = int(state.step)
+        stopped = False
         progress = self._make_progress(first_step, self._num_steps())
-        while config.end_step is None or number < config.end_step:
+        while not stopped and (config.end_step is None or number < config.end_step):
             with timer.phase("data"):
-                item = next(data, None)
+                item = next(run.data, None)
             if item is None:
                 break
             number += 1
             # Most of the first step is compilation. A last step without a successor would be
             # compiled anew; any batch may stand in, since the flush drops its lookup.
             with timer.phase("first step" if number == first_step + 1 else "steps"):
-                state, metrics = step.step(state, item.batch, item.next_batch or item.batch)
-                log.add(number, item.host.batch, metrics)
+                state, metrics = run.step.step(state, item.batch, item.next_batch or item.batch)
+                run.log.add(number, item.host.batch, metrics, item.host.dropped_rows)
             self._dropped_rows = item.host.dropped_rows
-            shown = {name: f"{value:.4f}" for name, value in log.latest().items()}
-            speed = f"{self._speed(number - first_step):.0f}"
-            progress.set_postfix(shown | {"examples/s": speed}, refresh=False)
+            progress.set_postfix(run.log.latest(), refresh=False)
             progress.update()
+            stopped = self._is_stopped(item)
             if item.next_batch is None:
                 break
-            if self._is_due(number, item):
-                state = self._save(step, state, data, log, checkpoints)
-                state, _ = self._evaluate(step, state, log, "valid")
+            if self._is_due(number, item) and not stopped:
+                state = self._save(run, state)
+                state, _ = self._evaluate(run, state, "valid")
         progress.close()
-        return self._save(step, state, data, log, checkpoints)
+        return self._save(run, state), stopped
+
+    def _is_stopped(self, item: StepInput[PreparedBatch]) -> bool:
+        """Whether to stop after this step; several processes agree on it by their batches."""
+        alone = self._processes.num_processes == 1
+        return item.host.stop or (alone and self._stop_requested())
 
     def _is_due(self, number: int, item: StepInput[PreparedBatch]) -> bool:
         """Whether a checkpoint and an evaluation come after this step, other than the last ones."""
@@ -265,40 +317,26 @@ class Trainer:
         every = self._config.checkpoint_every
         return item.ends_epoch if every is None else number % every == 0
 
-    def _save(
-        self,
-        step: TrainStep,
-        state: TrainState,
-        data: DataPipeline[PreparedBatch],
-        log: TrainLog,
-        checkpoints: Checkpoints,
-    ) -> TrainState:
+    def _save(self, run: _Run, state: TrainState) -> TrainState:
         """Brings the pipeline to rest and saves."""
         with self._timer.phase("steps"):
-            log.read_all()
+            run.log.read_all()
         with self._timer.phase("checkpoint"):
-            return checkpoints.save(step, state, data.state())
+            return run.checkpoints.save(run.step, state, run.data.state())
 
-    def _speed(self, num_steps: int) -> float:
-        """Examples per second over the steps of this run but its first."""
-        seconds = self._timer.report()
-        spent = seconds["data"] + seconds.get("steps", 0.0)
-        return (num_steps - 1) * self._config.batch_size / max(spent, 1e-9)
-
-    def _evaluate(
-        self, step: TrainStep, state: TrainState, log: TrainLog, part: str
-    ) -> tuple[TrainState, Evaluation]:
+    def _evaluate(self, run: _Run, state: TrainState, part: str) -> tuple[TrainState, Evaluation]:
         reader = self._dataset.valid if part == "valid" else self._dataset.test
-        config = self._config
+        config, number = self._config, int(state.step)
         labels: list[np.ndarray] = []
         logits: list[np.ndarray] = []
-        stream = BatchStream(reader, config.batch_size, num_epochs=1)
+        exchange = self._processes.exchange(f"{part}-{number}")
+        stream = BatchStream(reader, config.batch_size, num_epochs=1, exchange=exchange)
         with (
             self._timer.phase("evaluation"),
-            DataPipeline(stream, step.prepare, depth=config.prefetch_batches) as data,
+            DataPipeline(stream, run.step.prepare, depth=config.prefetch_batches) as data,
         ):
             for item in data:
-                state, _, batch_logits = step.evaluate(state, item.batch)
+                state, _, batch_logits = run.step.evaluate(state, item.batch)
                 real = item.host.batch.weights > 0
                 labels.append(item.host.batch.labels[real])
                 logits.append(np.asarray(batch_logits)[real])
@@ -306,14 +344,14 @@ class Trainer:
             result = Evaluation(
                 auc(all_labels, scores), log_loss(all_labels, scores), len(all_labels)
             )
-        number = int(state.step)
         if part == "valid":
             self._valid.append((number, result))
-        log.write({"step": number, "split": part, "auc": result.auc, "log_loss": result.log_loss})
+        run.log.write(
+            {"step": number, "split": part, "auc": result.auc, "log_loss": result.log_loss}
+        )
         return state, result
 
-    def _plot(self, log: TrainLog, end_step: int, test: Evaluation) -> Path:
-        path = self._workdir / "training.png"
+    def _plot(self, path: Path, log: TrainLog, end_step: int, test: Evaluation) -> None:
         config = self._config
         save_curves(
             path,
@@ -330,12 +368,18 @@ class Trainer:
                 "test": [(end_step, test.auc)],
             },
         )
-        return path
 
 
 def _make_setup(config: TrainConfig, dataset: Dataset, mesh: Mesh, model: MlpRanker) -> TrainSetup:
     num_tokens = config.batch_size * dataset.train.layout.num_slots
     (axis,) = mesh.axis_names
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def loss_fn(params: Any, embeddings: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array]:
+        """The model's loss, and its logits where every process can read them all."""
+        loss, logits = model.loss(params, embeddings, batch)
+        return loss, jax.lax.with_sharding_constraint(logits, everywhere)
+
     ctx = async_emb.make_context_handle(
         mesh,
         axis,
@@ -343,12 +387,12 @@ def _make_setup(config: TrainConfig, dataset: Dataset, mesh: Mesh, model: MlpRan
         tokens_per_batch=num_tokens,
         emb_width=config.emb_width,
         num_unique=min(num_tokens, dataset.max_distinct_rows),
-        num_devices_per_node=mesh.size,
+        num_devices_per_node=len(mesh.local_devices),
     )
     return TrainSetup(
         ctx=ctx,
         vocab_rows=config.table_rows,
-        loss_fn=model.loss,
+        loss_fn=loss_fn,
         dense_optimizer=optax.adam(config.dense_learning_rate),
         embedding_optimizer=RowwiseAdagrad(initial_accumulator=0.01, eps=1e-8, decay_factor=1.0),
         learning_rate=config.learning_rate,

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ from absl import flags
 from absl.testing import flagsaver
 
 from xrex.train import train_recsys
+from xrex.train.batches import Batch
+from xrex.train.train_log import TrainLog
 
 pytestmark = pytest.mark.skipif(
     jax.default_backend() != "cpu", reason="the program trains on CPU devices"
@@ -39,10 +42,15 @@ class Outcome(NamedTuple):
     errors: str
 
 
-def run(*arguments: str) -> Outcome:
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def run(*arguments: str, errors: io.StringIO | None = None) -> Outcome:
     """Runs the program in this process."""
     environment = dict(os.environ)
-    output, errors = io.StringIO(), io.StringIO()
+    output, errors = io.StringIO(), errors or io.StringIO()
     with (
         flagsaver.flagsaver(),
         contextlib.redirect_stdout(output),
@@ -79,12 +87,42 @@ def test_run_reports_metrics_time_and_files_and_writes_them(
     assert f"test {test['auc']:15.4f}{test['log_loss']:10.4f}" in outcome.output
     for words in ("Where the time went:", "2 ranks", "0 ids out of range", "0 skipped"):
         assert words in outcome.output
-    assert "AUC=" in outcome.errors  # the progress bar
-    assert "examples/s=" in outcome.errors
-    for name in ("metrics.jsonl", "training.png", "checkpoints"):
+    for name in ("metrics.jsonl", "tensorboard", "training.png", "checkpoints"):
         assert str(workdir / name) in outcome.output
     assert matplotlib.image.imread(workdir / "training.png").ndim == 3
     assert sorted(path.name for path in (workdir / "checkpoints").iterdir()) == ["10", "20"]
+
+
+def test_training_records_hold_the_metrics(whole_run: tuple[Path, Outcome]) -> None:
+    last = records(whole_run[0], "train")[-1]
+    assert set(last) == {
+        "step",
+        "split",
+        "log_loss",
+        "auc",
+        "examples_per_sec",
+        "sparse_grad_norm",
+        "skipped_steps",
+        "ids_out_of_range",
+        "dropped_rows",
+    }
+    assert last["examples_per_sec"] > 0
+    assert (last["skipped_steps"], last["ids_out_of_range"], last["dropped_rows"]) == (0, 0, 0)
+
+
+def test_progress_is_shown_on_a_terminal_and_nowhere_else(
+    whole_run: tuple[Path, Outcome], tmp_path: Path
+) -> None:
+    assert "step" not in whole_run[1].errors
+    outcome = run(*SMALL, "--steps=10", f"--workdir={tmp_path / 'run'}", errors=Terminal())
+    for words in ("10/10", "AUC=", "examples/s="):
+        assert words in outcome.errors
+
+
+def test_events_are_left_out_on_request(tmp_path: Path) -> None:
+    outcome = run(*SMALL, "--steps=2", "--notensorboard", f"--workdir={tmp_path / 'run'}")
+    assert outcome.status == 0
+    assert not (tmp_path / "run/tensorboard").exists()
 
 
 def test_resumed_run_ends_as_the_uninterrupted_one(
@@ -95,7 +133,43 @@ def test_resumed_run_ends_as_the_uninterrupted_one(
     outcome = run(*SMALL, "--steps=20", f"--workdir={resumed}", "--resume")
     assert outcome.status == 0
     assert records(resumed, "test")[-1] == records(whole, "test")[-1]
-    assert records(resumed, "train")[-1]["loss"] == records(whole, "train")[-1]["loss"]
+    last, expected = records(resumed, "train")[-1], records(whole, "train")[-1]
+    assert (last["step"], last["log_loss"]) == (expected["step"], expected["log_loss"])
+
+
+@pytest.fixture
+def trained_on(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """What each step was trained on, as the ids of a slot; SIGTERM comes during step 7."""
+    batches: list[list[int]] = []
+    add = TrainLog.add
+
+    def note(log: TrainLog, step: int, batch: Batch, *rest: Any) -> None:
+        batches.append(batch.ids[:, 0].tolist())
+        if len(batches) == 7:
+            signal.raise_signal(signal.SIGTERM)
+        add(log, step, batch, *rest)
+
+    monkeypatch.setattr(TrainLog, "add", note)
+    return batches
+
+
+def test_signal_saves_after_the_running_step_and_the_resumed_run_goes_on_with_the_next_batch(
+    trained_on: list[list[int]], tmp_path: Path
+) -> None:
+    workdir = tmp_path / "stopped"
+    outcome = run(*SMALL, "--steps=20", f"--workdir={workdir}")
+    assert outcome.status == 0
+    assert "Stopped after step 7, which is saved; go on with --resume" in outcome.output
+    assert [path.name for path in (workdir / "checkpoints").iterdir()] == ["7"]
+    assert records(workdir, "test") == []
+    assert len(trained_on) == 7
+
+    outcome = run(*SMALL, "--steps=20", f"--workdir={workdir}", "--resume")
+    assert outcome.status == 0
+    assert records(workdir, "test")[0]["step"] == 20
+    parts, trained_on[:] = list(trained_on), [[0]] * 7  # so that no signal comes
+    run(*SMALL, "--steps=20", f"--workdir={tmp_path / 'whole'}")
+    assert trained_on[7:] == parts
 
 
 def test_synchronous_mode_trains_without_the_engine(tmp_path: Path) -> None:
@@ -140,6 +214,37 @@ def test_malformed_row_ends_the_program_with_its_place(tmp_path: Path) -> None:
     outcome = run(*SMALL, *criteo_flags(tmp_path), f"--workdir={tmp_path / 'run'}")
     assert outcome.status == 1
     assert f"{tmp_path}/day.tsv:321: 1 tab-separated cells" in outcome.errors
+
+
+def test_settings_come_from_a_file_and_the_command_line_wins(tmp_path: Path) -> None:
+    lines = (f'{name} = "{value}"' for name, value in (text[2:].split("=") for text in SMALL))
+    (tmp_path / "run.toml").write_text("\n".join([*lines, "steps = 20", "epochs = 3"]))
+    workdir = tmp_path / "run"
+    outcome = run(f"--config={tmp_path}/run.toml", "--steps=5", f"--workdir={workdir}")
+    assert outcome.status == 0, outcome.errors
+    assert records(workdir, "test")[0]["step"] == 5
+
+
+def test_unknown_setting_is_named_with_the_closest(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("epoch = 3")
+    outcome = run(f"--config={tmp_path}/run.toml")
+    assert outcome.status == 1
+    assert "there is no setting 'epoch'; the closest is 'epochs'" in outcome.errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--distributed",), "--distributed needs a --workdir that all processes share"),
+        (("--process_id=1",), "are for training in several processes; give --distributed, too"),
+    ],
+)
+def test_half_of_the_flags_for_several_processes_is_refused(
+    arguments: tuple[str, ...], message: str
+) -> None:
+    outcome = run(*SMALL, *arguments)
+    assert outcome.status == 1
+    assert message in outcome.errors
 
 
 def test_folder_of_another_run_is_refused(tmp_path: Path) -> None:
