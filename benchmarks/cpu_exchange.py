@@ -49,7 +49,7 @@ def _run(kind: str, ids: Any, ctx: Any, forms: dict[str, Exchange]) -> dict[str,
             repetitions=_REPETITIONS.value,
         )
 
-    lookup = time_call(lambda form: form.lookup(token_ids))
+    lookup = time_call(lambda form: form.lookup([token_ids]))
     update = time_call(Exchange.update)
     total = {name: lookup[name] + update[name] for name in forms}
     return {

@@ -1,13 +1,13 @@
 """One table and the calls that exchange its rows, native and in plain JAX, for benchmarks.
 
-As in a training step, the arrays of an update are donated. A program may do a call several times,
-one after the other, so that what is measured is not how JAX starts a program. N tokens in the
-global batch, W columns.
+As in a training step, the arrays of an update are donated. A program may do several calls, one
+after the other, so that what is measured is not how JAX starts a program. N tokens in the global
+batch, W columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,9 +38,12 @@ class Exchange:
         """Takes what the next updates apply: grads bf16 [N, W] and their segments."""
         self._gradients = grads, segment_ids, unique_tokens
 
-    def lookup(self, ids: Any) -> Any:
-        """Looks ids int32 [N] up: embeddings bf16 [N, W]."""
-        embeddings, self._table = self._lookup(ids, self._table)
+    def lookup(self, batches: Sequence[Any]) -> Any:
+        """Looks up as many batches as its program has calls, ids int32 [N]: embeddings bf16 [N, W].
+
+        No two batches may be equal, or XLA looks them up once.
+        """
+        embeddings, self._table = self._lookup(tuple(batches), self._table)
         return embeddings
 
     def update(self) -> Any:
@@ -82,33 +85,32 @@ def _plain(ctx: Any) -> _PerRank:
 
 
 def _repeated(lookup: Callable, update: Callable, num_calls: int) -> _PerRank:
-    """Returns programs of `num_calls` calls, each with operands that depend on the last."""
+    """Returns programs of several calls; an update needs what the one before it returned."""
 
-    def lookups(ids: Any, table: Any) -> Any:
-        embeddings, table = lookup(ids, table)
-        for _ in range(num_calls - 1):
-            ids, table, _ = lax.optimization_barrier((ids, table, embeddings))
-            embeddings, table = lookup(ids, table)
-        return embeddings, table
+    def lookups(batches: Sequence[Any], table: Any) -> Any:
+        embeddings = []
+        for ids in batches:
+            found, table = lookup(ids, table)
+            embeddings.append(found)
+        return tuple(embeddings), table
 
     def updates(*operands: Any) -> Any:
-        *operands, norm = update(*operands)
+        *results, norm = update(*operands)
         for _ in range(num_calls - 1):
-            *operands, norm = lax.optimization_barrier((*operands, norm))
-            *operands, norm = update(*operands)
-        return *operands, norm
+            *results, norm = update(*lax.optimization_barrier(tuple(results)))
+        return *results, norm
 
     return lookups, updates
 
 
-def _jit(ctx: Any, lookup: Callable, update: Callable) -> _PerRank:
+def _jit(ctx: Any, lookups: Callable, updates: Callable) -> _PerRank:
     tokens, table = ctx.tokens_spec, ctx.table_spec
     on_mesh = {"mesh": ctx.mesh, "check_vma": False}
     mapped_lookup = jax.shard_map(
-        lookup, in_specs=(tokens, table), out_specs=(tokens, table), **on_mesh
+        lookups, in_specs=(tokens, table), out_specs=(tokens, table), **on_mesh
     )
     mapped_update = jax.shard_map(
-        update,
+        updates,
         in_specs=(tokens, tokens, P(), table, P()),
         out_specs=(tokens, tokens, P(), table, P(), P()),
         **on_mesh,
@@ -128,7 +130,7 @@ def make_exchanges(ctx: Any, vocab_rows: int, num_calls: int = 1) -> dict[str, E
     Args:
         ctx: the context's handle.
         vocab_rows: V.
-        num_calls: times that each call of an Exchange does its work, one after the other.
+        num_calls: updates in the program of an update. One of lookups has as many as it gets.
     """
 
     def make_table() -> jax.Array:

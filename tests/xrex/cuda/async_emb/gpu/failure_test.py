@@ -230,7 +230,6 @@ def test_abort_wakes_a_thread_that_drains(num_ranks: int, hold: Hold) -> None:
         with running(async_emb.drain, ctx) as waiting:
             async_emb.abort(ctx)
             assert message_of(RuntimeError, outcome, waiting) == f"{ABORTED}abort() was called"
-        assert not is_open(gate), "the drain ended with the step, and not with the abort"
         finished = steps.finish_update(in_flight)
         assert_same_state(on_host(finished.state), case.state)
 
