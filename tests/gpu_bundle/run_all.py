@@ -277,6 +277,7 @@ def sanitizer_jobs(root: Path, options: argparse.Namespace) -> list[Job]:
                 program,
                 f"--tool={tool}",
                 f"--error-exitcode={SANITIZER_EXIT}",
+                "--report-api-errors=no",  # NCCL asks for what it may have already
                 str(path),
                 "--gtest_filter=-*Huge*",
             ],
@@ -285,7 +286,7 @@ def sanitizer_jobs(root: Path, options: argparse.Namespace) -> list[Job]:
             limit_secs=options.file_limit_s,
         )
         for path in cc_programs(root)
-        if ("kernel" in path.name) != options.multi_gpu
+        if ("ranks" if options.multi_gpu else "kernel") in path.name
         for tool in (("memcheck",) if options.multi_gpu else SANITIZER_TOOLS)
     ]
 

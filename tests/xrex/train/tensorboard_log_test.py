@@ -2,6 +2,11 @@ import math
 import struct
 from pathlib import Path
 
+import pytest
+
+# There under Bazel; a machine that runs the bundle may be without it.
+pytest.importorskip("tensorboardX")
+
 from tensorboardX.proto.event_pb2 import Event
 
 from xrex.train.tensorboard_log import TensorBoardLog

@@ -1,6 +1,7 @@
 """The training program in two processes, on plain JAX."""
 
 import contextlib
+import importlib.util
 import json
 import signal
 import sys
@@ -24,6 +25,8 @@ FLAGS = (
     "--emb_width=8",
     "--table_rows=4096",
     "--log_every=4",
+    # Not every machine that runs the bundle has the library.
+    *([] if importlib.util.find_spec("tensorboardX") else ["--notensorboard"]),
 )
 
 

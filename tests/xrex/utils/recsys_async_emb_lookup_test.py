@@ -18,6 +18,7 @@ from tests.xrex.cuda.async_emb.testing import (
     make_handle,
     make_mesh,
     needs_devices,
+    on_cpu_only,
     put,
     random_table,
     ready_context,
@@ -144,6 +145,7 @@ def test_gate_that_cannot_be_sharded_like_a_pin_needs_a_spec():
     jax.eval_shape(lambda: lookup(ids, table, ctx, odd, gate_specs=P()))
 
 
+@on_cpu_only("the instructions that are looked for are parts of fusions on a GPU")
 def test_start_waits_for_every_leaf_of_its_gate(ctx):
     def program(ids, table, a, b):
         return lookups.lookup_start(ids, table, (jnp.sin(a), b @ b), ctx, gate_specs=P())

@@ -194,7 +194,7 @@ class TestUpdate:
     def test_wrong_index_changes_nothing(self, num_ranks: int, index: int) -> None:
         _, case = list(invalid_cases(some_case(5)))[index]
         for decay in (EAGER, LAZY):
-            state, norm, valid = update(on_line(num_ranks), case, decay)
+            state, norm, valid = update(on_line(num_ranks, check_inputs=True), case, decay)
             assert valid == 0
             assert np.isfinite(norm)
             assert_same_state(state, case.state)

@@ -100,11 +100,6 @@ void NcclCommunicator::Connect(const std::vector<std::string>& payloads,
                " waits for ", config_.world_size - 1, " peers"));
   }
   if (connected != ncclSuccess || aborted()) Throw(connected, "to connect");
-  const ncclResult_t registered =
-      Await(ncclCommRegister(handle_->comm, handle_->arena.get(), arena_bytes,
-                             &registration_),
-            is_late);
-  if (registered != ncclSuccess) Throw(registered, "to register the arena");
 }
 
 template <typename IsLate>
@@ -245,9 +240,6 @@ void NcclCommunicator::CloseInOrder() {
     const CudaDeviceScope scope(device_.context());
     std::lock_guard lock(handle_->mutex);
     if (handle_->comm == nullptr) return;
-    if (registration_ != nullptr) {
-      Await(ncclCommDeregister(handle_->comm, registration_), is_late);
-    }
     const ncclResult_t at_rest =
         Await(ncclCommFinalize(handle_->comm), is_late);
     if (at_rest == ncclSuccess) {

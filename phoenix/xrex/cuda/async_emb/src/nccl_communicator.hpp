@@ -29,7 +29,8 @@ void CheckNccl(ncclResult_t result, const char* what);
 
 class NcclCommunicator final : public Communicator {
  public:
-  // `device` outlives the communicator.
+  // `device` outlives the communicator. The arena is not registered with it:
+  // NCCL 2.28 then exchanges large pieces through addresses that are not there.
   NcclCommunicator(const CommunicatorConfig& config, CudaDevice& device);
   // Finalizes and destroys what NCCL has, or aborts it if it does not come to
   // rest in 5 s; an abort that takes longer goes on by itself.
@@ -56,8 +57,8 @@ class NcclCommunicator final : public Communicator {
   // What an abort that goes on by itself still needs.
   struct Handle {
     std::mutex mutex;  // one call of NCCL at a time
-    // Both guarded by mutex. The arena goes after the communicator that it is
-    // registered with.
+    // Both guarded by mutex. The arena goes after the communicator that may
+    // still read it.
     std::shared_ptr<std::byte> arena;
     ncclComm_t comm = nullptr;
   };
@@ -83,7 +84,6 @@ class NcclCommunicator final : public Communicator {
   const CommunicatorConfig config_;
   CudaDevice& device_;
   const std::shared_ptr<Handle> handle_;
-  void* registration_ = nullptr;  // of the arena; guarded by handle_->mutex
 
   mutable std::mutex reason_mutex_;
   std::optional<std::string> abort_reason_;  // guarded by reason_mutex_
