@@ -74,7 +74,7 @@ NcclCommunicator::~NcclCommunicator() {
 
 void NcclCommunicator::Connect(const std::vector<std::string>& payloads,
                                std::shared_ptr<std::byte> arena,
-                               std::size_t arena_bytes, const Clock& clock,
+                               std::size_t /*arena_bytes*/, const Clock& clock,
                                Clock::TimePoint deadline) {
   RequireNcclEnvironment([](const char* name) { return std::getenv(name); });
   RequireUsableNccl();
@@ -115,10 +115,9 @@ ncclResult_t NcclCommunicator::Await(ncclResult_t result,
 }
 
 void NcclCommunicator::Throw(ncclResult_t result, const char* what) const {
-  if (const std::optional<std::string> reason = PollError(); aborted()) {
-    throw AsyncEmbError(
-        ErrorCode::kAborted,
-        StrCat("async_emb communicator aborted: ", reason.value_or("")));
+  if (const std::optional<std::string> reason = abort_reason()) {
+    throw AsyncEmbError(ErrorCode::kAborted,
+                        StrCat("async_emb communicator aborted: ", *reason));
   }
   const char* const detail = ncclGetLastError(nullptr);
   throw AsyncEmbError(
@@ -195,10 +194,7 @@ void NcclCommunicator::AllReduceSum(StreamRef stream, StepGuard& guard,
 }
 
 std::optional<std::string> NcclCommunicator::PollError() const {
-  {
-    std::lock_guard lock(reason_mutex_);
-    if (abort_reason_) return abort_reason_;
-  }
+  if (auto reason = abort_reason()) return reason;
   // Whoever has the mutex finds an error itself.
   const std::unique_lock lock(handle_->mutex, std::try_to_lock);
   if (!lock.owns_lock() || handle_->comm == nullptr) return std::nullopt;
@@ -207,6 +203,11 @@ std::optional<std::string> NcclCommunicator::PollError() const {
   if (asked != ncclSuccess) found = asked;
   if (found == ncclSuccess || found == ncclInProgress) return std::nullopt;
   return StrCat("NCCL has failed: ", ncclGetErrorString(found));
+}
+
+std::optional<std::string> NcclCommunicator::abort_reason() const {
+  std::lock_guard lock(reason_mutex_);
+  return abort_reason_;
 }
 
 void NcclCommunicator::Abort(std::string_view reason) {

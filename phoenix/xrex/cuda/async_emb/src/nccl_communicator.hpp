@@ -79,6 +79,7 @@ class NcclCommunicator final : public Communicator {
   [[noreturn]] void Throw(ncclResult_t result, const char* what) const;
   void CloseInOrder();
   void AbortHandle();
+  std::optional<std::string> abort_reason() const;
   bool aborted() const { return aborted_.load(std::memory_order_acquire); }
 
   const CommunicatorConfig config_;
