@@ -5,8 +5,7 @@ usage: python3 run_all.py [--multi-gpu] [--only PATTERN] [--sanitize] [--report 
 Every C++ program and every Python test file runs in a process of its own with a time limit of its
 own, so one that crashes or hangs does not end the rest. C++ programs, the files of
 tests/xrex/cuda/async_emb/gpu and the benchmark run alone; the others share the GPU, several at a
-time. Needs nothing
-but Python for itself. The exit status is 1 if anything failed or was not run.
+time. Needs nothing but Python for itself. The exit status is 1 if anything failed or was not run.
 """
 
 from __future__ import annotations
