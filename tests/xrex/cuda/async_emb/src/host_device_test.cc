@@ -187,6 +187,51 @@ TEST(HostDeviceTest, SaysHowMuchMemoryCouldNotBeHad) {
              "num_unique smaller"));
 }
 
+TEST(HostDeviceTest, TellsHowFarTheStepsHaveCome) {
+  HostDevice device;
+  const auto guard = device.NewGuard(Pipeline::kUpdate);
+  EXPECT_EQ(guard->pipeline(), Pipeline::kUpdate);
+  EXPECT_EQ(guard->reached(), 0);
+  device.EndStep(StreamRef{}, *guard, 1);
+  EXPECT_EQ(guard->reached(), 1);
+  EXPECT_EQ(guard->good(), 1);
+}
+
+TEST(HostDeviceTest, AStepThatFailedIsReachedButNotGood) {
+  HostDevice device;
+  const auto guard = device.NewGuard(Pipeline::kLookup);
+  device.EndStep(StreamRef{}, *guard, 1);
+  guard->Fail();
+  device.EndStep(StreamRef{}, *guard, 2);
+  EXPECT_EQ(guard->reached(), 2);
+  EXPECT_EQ(guard->good(), 1);
+}
+
+TEST(HostDeviceTest, CopiesEveryItem) {
+  HostDevice device;
+  const std::vector<std::int32_t> from{1, 2, 3};
+  std::vector<std::int32_t> to(3, 0);
+  const std::vector<CopyItem> items{{to.data(), from.data(), 4},
+                                    {to.data() + 1, from.data() + 1, 8}};
+  device.Copy(StreamRef{}, items);
+  EXPECT_EQ(to, from);
+}
+
+TEST(StepGuardTest, TheFirstReasonStands) {
+  StepGuard guard;
+  guard.Fail(StepFailure::kWrongRank);
+  guard.Fail(StepFailure::kExchange);
+  EXPECT_EQ(guard.failure(), StepFailure::kWrongRank);
+}
+
+TEST(StepGuardTest, WhatADeviceHasFoundSaysMoreThanThatTheHostGaveUp) {
+  StepWords words;
+  StepGuard guard(Pipeline::kLookup, &words);
+  guard.Fail();
+  words.found = static_cast<std::int32_t>(StepFailure::kPeerFailed);
+  EXPECT_EQ(guard.failure(), StepFailure::kPeerFailed);
+}
+
 TEST(HostDeviceTest, FailsTheStepOfAProgramThatTakesItselfForAnotherRank) {
   HostDevice device;
   StepGuard guard;
