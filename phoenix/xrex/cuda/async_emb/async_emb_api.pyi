@@ -142,6 +142,40 @@ def reset_table_binding(context_id: int) -> None:
 def stats(context_id: int) -> dict[int, dict[str, Any]]:
     """The counters of the local contexts by device key."""
 
+def group_ids(
+    ids: NDArray[np.int32] | NDArray[np.int64],
+    mask: NDArray[np.bool_] | None,
+    vocab_rows: int,
+    unique_tokens: NDArray[np.int32],
+    segment_ids: NDArray[np.int32],
+) -> tuple[int, int, int]:
+    """Groups the tokens `ids` [N] by row into `unique_tokens` [U] and `segment_ids` [N].
+
+    Returns the number of distinct rows, the number of ids out of range, and the position of the
+    first of these or -1.
+    """
+
+def plan_shared_rows(
+    unique_tokens: NDArray[np.int32],
+    segment_ids: NDArray[np.int32],
+    num_rows: int,
+    next_ids: NDArray[np.int32] | NDArray[np.int64],
+    vocab_rows: int,
+    num_ranks: int,
+    clip: bool,
+    rows: NDArray[np.int32],
+    tokens: NDArray[np.int32],
+    segments: NDArray[np.int32],
+    rest_unique: NDArray[np.int32],
+    rest_segments: NDArray[np.int32],
+    next_index: NDArray[np.int32],
+) -> tuple[int, int, int, bool]:
+    """Plans into the last six arrays, as the fields of SharedRows of the same names say.
+
+    Returns the number of shared rows, of tokens in them, the most of these on one rank, and whether
+    there was room; without it the arrays mean nothing.
+    """
+
 def nccl_version() -> int:
     """The version of the NCCL library in use, as NCCL encodes it."""
 

@@ -29,16 +29,9 @@ def make_segments(ids: ArrayLike, V: int, U: int) -> tuple[np.ndarray, np.ndarra
         TypeError: `ids` is not an integer array.
         ValueError: there are more than U distinct rows; V or U is not positive or exceeds int32.
     """
-    num_rows = _require_int32("V", V)
-    capacity = _require_int32("U", U)
-    tokens = np.asarray(ids).reshape(-1)
-    if tokens.size == 0:
-        tokens = tokens.astype(np.int64)
-    if not np.issubdtype(tokens.dtype, np.integer):
-        raise TypeError(
-            f"async_emb: make_segments got ids of dtype {tokens.dtype}; ids are integers: "
-            "cast them, for example with ids.astype(np.int32)"
-        )
+    num_rows = require_int32("V", V)
+    capacity = require_int32("U", U)
+    tokens = require_integers("make_segments got ids", ids).reshape(-1)
     # Bounds first: int64 then holds every value that matters, also of unsigned ids.
     listed = (tokens < num_rows) & (tokens >= -num_rows)
     rows = np.where(listed, tokens, 0).astype(np.int64)
@@ -56,10 +49,32 @@ def make_segments(ids: ArrayLike, V: int, U: int) -> tuple[np.ndarray, np.ndarra
     return unique_tokens, segment_ids
 
 
-def _require_int32(label: str, value: int) -> int:
+def require_int32(label: str, value: int) -> int:
+    """Returns `value` as an int.
+
+    Raises:
+        ValueError: it is not a whole number, not positive, or exceeds int32.
+    """
     size = comm_utils.require_positive_int(label, value)
     if size > _INT32_MAX:
         raise ValueError(
             f"async_emb: {label}={size} is greater than {_INT32_MAX}; ids and slots are int32"
         )
     return size
+
+
+def require_integers(label: str, ids: ArrayLike) -> np.ndarray:
+    """Returns `ids` as an array of an integer dtype; an empty list counts as integers.
+
+    Raises:
+        TypeError: they are something else; the message begins with `label`.
+    """
+    array = np.asarray(ids)
+    if array.size == 0:
+        return array.astype(np.int64)
+    if not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(
+            f"async_emb: {label} of dtype {array.dtype}; ids are integers: "
+            "cast them, for example with ids.astype(np.int32)"
+        )
+    return array

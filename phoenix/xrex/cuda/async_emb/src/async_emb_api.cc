@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "phoenix/xrex/cuda/async_emb/src/async_emb_api_context.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/async_emb_api_ids.hpp"
 #include "phoenix/xrex/cuda/async_emb/src/async_emb_ffi.hpp"
 #include "phoenix/xrex/cuda/async_emb/src/comm_utils.hpp"
 #include "phoenix/xrex/cuda/async_emb/src/errors.hpp"
@@ -156,6 +157,7 @@ NB_MODULE(async_emb_api, module) {
   }
   BindContext(module);
   BindHostCalls(module);
+  BindIds(module);
   module.def("ffi_handlers", &FfiHandlers, "platform"_a,
              "The FFI handlers of a platform: {target name: capsule}; empty if "
              "it is not there.");

@@ -27,6 +27,8 @@ ROLE_OF_PREFIX = {
     "pipeline_spec": "sizes",
     "arena_layout": "sizes",
     "adagrad_params": "sizes",
+    "id_groups": "ids",
+    "shared_rows": "ids",
     "device": "interface",
     "communicator": "interface",
     "backend": "interface",
@@ -46,6 +48,7 @@ ROLE_OF_PREFIX = {
 BELOW = {
     "base": {"base"},
     "sizes": {"base", "sizes"},
+    "ids": {"base", "ids"},
     "interface": {"base", "sizes", "interface"},
     "host": {"base", "sizes", "interface", "host"},
     "cuda": {"base", "sizes", "interface", "cuda"},
@@ -53,7 +56,7 @@ BELOW = {
     "core": {"base", "sizes", "interface", "core"},
     "ffi": {"base", "sizes", "interface", "core", "ffi"},
     # The module makes the backends known; it sees no more of them than that there are some.
-    "api": {"base", "core", "ffi", "platforms", "api"},
+    "api": {"base", "ids", "core", "ffi", "platforms", "api"},
 }
 OTHERS_OF_ROLE = {"ffi": ("xla",), "api": ("nanobind",), "cuda": ("cuda", "nccl", "cub")}
 # Files of the CUDA backend that a build without CUDA compiles too.
