@@ -17,9 +17,9 @@ namespace {
 // Levels above the tokens: enough for fewer than 2^31 of them.
 constexpr int kMaxLevels = 5;
 
-// A segment of at least 65 rows has at most half as many runs as places of 32
-// rows that begin in it. So its runs may lie at its first such place and behind
-// it, and no two segments meet.
+// A segment of at least 65 rows has no more runs than places of 32 rows begin
+// in it. So its runs may lie at its first such place and behind it, and no two
+// segments meet.
 constexpr std::uint32_t kRowsPerPlace = kRunLength / 2;
 
 constexpr std::uint32_t kNoPlace = 0xFFFFFFFFU;

@@ -73,13 +73,17 @@ std::size_t TemporaryBytes(std::int64_t count, int key_bits) {
   int device = 0;
   CheckCuda(cudaGetDevice(&device), "to name the current device");
   std::lock_guard lock(mutex);
-  const auto [found, is_new] = known->try_emplace({device, count, key_bits}, 0);
-  if (is_new) {
-    cub::DoubleBuffer<std::uint32_t> keys;
-    cub::DoubleBuffer<std::uint32_t> values;
-    Sort(nullptr, nullptr, found->second, keys, values, count, key_bits);
+  const Key key{device, count, key_bits};
+  if (const auto found = known->find(key); found != known->end()) {
+    return found->second;
   }
-  return found->second;
+  // Kept only once CUB has said it: it may refuse, and be asked again.
+  std::size_t bytes = 0;
+  cub::DoubleBuffer<std::uint32_t> keys;
+  cub::DoubleBuffer<std::uint32_t> values;
+  Sort(nullptr, nullptr, bytes, keys, values, count, key_bits);
+  known->emplace(key, bytes);
+  return bytes;
 }
 
 }  // namespace
