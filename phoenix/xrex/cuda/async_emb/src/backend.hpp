@@ -18,6 +18,8 @@ struct CommunicatorConfig {
   std::int32_t world_size = 1;
   std::int32_t min_ctas = 1;
   std::int32_t max_ctas = 4;
+  // Of one armed step: nothing that it takes lasts longer.
+  std::chrono::nanoseconds step_timeout = std::chrono::minutes(30);
 };
 
 class Backend {

@@ -55,8 +55,9 @@ class Communicator {
   // arrived"; may be empty.
   virtual std::string DescribeStall() const = 0;
 
-  // Ends every exchange that is not complete, on all ranks. Any thread, any
-  // number of times; the first reason stands.
+  // Ends every exchange that is not complete, on this rank and on the peers in
+  // this process; peers in other processes find that theirs does not end. Any
+  // thread, any number of times; the first reason stands.
   virtual void Abort(std::string_view reason) = 0;
 };
 

@@ -34,7 +34,7 @@ std::unique_ptr<Device> CudaBackend::NewDevice(std::int64_t device_key) {
 
 std::vector<std::string> CudaBackend::MakePayloads(std::int32_t world_size) {
   ncclUniqueId id;
-  CheckNccl(ncclGetUniqueId(&id), "a unique id");
+  CheckNccl(ncclGetUniqueId(&id), "make a unique id");
   return std::vector<std::string>(
       static_cast<std::size_t>(world_size),
       std::string(id.internal, sizeof(id.internal)));
@@ -42,8 +42,9 @@ std::vector<std::string> CudaBackend::MakePayloads(std::int32_t world_size) {
 
 std::unique_ptr<Communicator> CudaBackend::NewCommunicator(
     const CommunicatorConfig& config, Device& device) {
-  return std::make_unique<NcclCommunicator>(config,
-                                            static_cast<CudaDevice&>(device));
+  return std::make_unique<NcclCommunicator>(
+      config, static_cast<CudaDevice&>(device),
+      [this](const std::string& payload) { return groups_.Find(payload); });
 }
 
 }  // namespace xrex::async_emb

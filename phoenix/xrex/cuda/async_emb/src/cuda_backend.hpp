@@ -9,10 +9,12 @@
 #include <vector>
 
 #include "phoenix/xrex/cuda/async_emb/src/backend.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/nccl_local_group.hpp"
 
 namespace xrex::async_emb {
 
-// Ranks live in any number of processes; each owns one device.
+// Ranks live in any number of processes; each owns one device. Those of one
+// process end together.
 class CudaBackend final : public Backend {
  public:
   std::string_view platform() const override { return "CUDA"; }
@@ -25,6 +27,9 @@ class CudaBackend final : public Backend {
   std::vector<std::string> MakePayloads(std::int32_t world_size) override;
   std::unique_ptr<Communicator> NewCommunicator(
       const CommunicatorConfig& config, Device& device) override;
+
+ private:
+  NcclLocalGroups groups_;
 };
 
 }  // namespace xrex::async_emb

@@ -2,6 +2,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -17,8 +18,6 @@ namespace {
 
 using SteadyTime = std::chrono::steady_clock;
 
-// To put a call's work on the stream, which waits for no device and no peer.
-constexpr std::chrono::seconds kEnqueueLimit{60};
 constexpr std::chrono::seconds kCloseLimit{5};
 
 ncclUniqueId UniqueIdOf(const std::vector<std::string>& payloads) {
@@ -33,6 +32,18 @@ ncclUniqueId UniqueIdOf(const std::vector<std::string>& payloads) {
   }
   std::memcpy(&id, payload.data(), sizeof(id));
   return id;
+}
+
+std::string Refusal(ncclResult_t result, const char* what) {
+  const char* const detail = ncclGetLastError(nullptr);
+  return StrCat("async_emb: NCCL was to ", what, " and gave ",
+                ncclGetErrorString(result),
+                detail == nullptr || *detail == '\0' ? "" : " (",
+                detail == nullptr ? "" : detail,
+                detail == nullptr || *detail == '\0' ? "" : ")",
+                ": it must succeed on every rank; NCCL_DEBUG=INFO makes NCCL "
+                "tell why, and destroy(ctx) and initialize(ctx) on all ranks "
+                "begin anew");
 }
 
 // NCCL mostly ends in some microseconds what it has in progress.
@@ -55,14 +66,15 @@ class Backoff {
 
 void CheckNccl(ncclResult_t result, const char* what) {
   if (result == ncclSuccess) return;
-  throw AsyncEmbError(ErrorCode::kInternal,
-                      StrCat("async_emb: NCCL refused ", what, ": ",
-                             ncclGetErrorString(result)));
+  throw AsyncEmbError(ErrorCode::kInternal, Refusal(result, what));
 }
 
 NcclCommunicator::NcclCommunicator(const CommunicatorConfig& config,
-                                   CudaDevice& device)
-    : config_(config), device_(device), handle_(std::make_shared<Handle>()) {}
+                                   CudaDevice& device, FindGroup find_group)
+    : config_(config),
+      device_(device),
+      find_group_(std::move(find_group)),
+      handle_(std::make_shared<Handle>()) {}
 
 NcclCommunicator::~NcclCommunicator() {
   try {
@@ -70,6 +82,19 @@ NcclCommunicator::~NcclCommunicator() {
   } catch (const std::exception& error) {
     LogWarning(error.what());
   }
+  if (group_ != nullptr) group_->Leave(this);
+}
+
+void NcclCommunicator::JoinGroup(const std::string& payload) {
+  const std::shared_ptr<NcclLocalGroup> group = find_group_(payload);
+  std::optional<std::string> early;
+  {
+    std::lock_guard lock(group_mutex_);
+    group_ = group;
+    early = abort_reason_;
+  }
+  group->Join(this, [this] { End(); });
+  if (early) group->Abort(*early);  // the peers must hear of it
 }
 
 void NcclCommunicator::Connect(const std::vector<std::string>& payloads,
@@ -79,6 +104,7 @@ void NcclCommunicator::Connect(const std::vector<std::string>& payloads,
   RequireNcclEnvironment([](const char* name) { return std::getenv(name); });
   RequireUsableNccl();
   const ncclUniqueId id = UniqueIdOf(payloads);
+  JoinGroup(payloads[0]);
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.blocking = 0;
   config.minCTAs = config_.min_ctas;
@@ -87,7 +113,7 @@ void NcclCommunicator::Connect(const std::vector<std::string>& payloads,
   const CudaDeviceScope scope(device_.context());
   const auto is_late = [&] { return clock.Now() >= deadline; };
   std::lock_guard lock(handle_->mutex);
-  if (aborted()) Throw(ncclSuccess, "to connect");
+  if (aborted()) Throw(ncclSuccess, "connect");
   handle_->arena = std::move(arena);
   const ncclResult_t connected =
       Await(ncclCommInitRankConfig(&handle_->comm, config_.world_size, id,
@@ -99,7 +125,7 @@ void NcclCommunicator::Connect(const std::vector<std::string>& payloads,
         StrCat("async_emb: handshake timed out: rank ", config_.rank,
                " waits for ", config_.world_size - 1, " peers"));
   }
-  if (connected != ncclSuccess || aborted()) Throw(connected, "to connect");
+  if (connected != ncclSuccess || aborted()) Throw(connected, "connect");
 }
 
 template <typename IsLate>
@@ -119,12 +145,7 @@ void NcclCommunicator::Throw(ncclResult_t result, const char* what) const {
     throw AsyncEmbError(ErrorCode::kAborted,
                         StrCat("async_emb communicator aborted: ", *reason));
   }
-  const char* const detail = ncclGetLastError(nullptr);
-  throw AsyncEmbError(
-      ErrorCode::kInternal,
-      StrCat("async_emb: NCCL refused ", what, ": ", ncclGetErrorString(result),
-             detail == nullptr || *detail == '\0' ? "" : ": ",
-             detail == nullptr ? "" : detail));
+  throw AsyncEmbError(ErrorCode::kInternal, Refusal(result, what));
 }
 
 bool NcclCommunicator::KeepAlone(StreamRef stream, StepGuard& guard,
@@ -145,10 +166,19 @@ void NcclCommunicator::Enqueue(StepGuard& guard, const char* what,
   const CudaDeviceScope scope(device_.context());
   std::lock_guard lock(handle_->mutex);
   if (aborted() || handle_->comm == nullptr) return guard.Fail();
-  const auto limit = SteadyTime::now() + kEnqueueLimit;
+  const auto limit = SteadyTime::now() + config_.step_timeout;
   const ncclResult_t result = Await(
       call(handle_->comm), [limit] { return SteadyTime::now() >= limit; });
   if (aborted()) return guard.Fail();
+  if (result == ncclInProgress) {
+    throw AsyncEmbError(
+        ErrorCode::kTimeout,
+        StrCat("async_emb: NCCL was to ", what, ", but after ",
+               std::chrono::duration<double>(config_.step_timeout).count(),
+               " s, the time-out of a step, it is not on its stream: the GPU "
+               "takes no launch; let programs end before more are started, or "
+               "raise timeout_secs"));
+  }
   if (result != ncclSuccess) Throw(result, what);
 }
 
@@ -156,7 +186,7 @@ void NcclCommunicator::AllGather(StreamRef stream, StepGuard& guard,
                                  const void* send, void* recv,
                                  std::size_t bytes) {
   if (KeepAlone(stream, guard, send, recv, bytes)) return;
-  Enqueue(guard, "an all-gather", [=](ncclComm_t comm) {
+  Enqueue(guard, "enqueue an all-gather", [=](ncclComm_t comm) {
     return ncclAllGather(send, recv, bytes, ncclChar, comm,
                          CudaStreamOf(stream));
   });
@@ -166,7 +196,7 @@ void NcclCommunicator::AllToAll(StreamRef stream, StepGuard& guard,
                                 const void* send, void* recv,
                                 std::size_t bytes) {
   if (KeepAlone(stream, guard, send, recv, bytes)) return;
-  Enqueue(guard, "an all-to-all", [=](ncclComm_t comm) {
+  Enqueue(guard, "enqueue an all-to-all", [=](ncclComm_t comm) {
     return ncclAlltoAll(send, recv, bytes, ncclChar, comm,
                         CudaStreamOf(stream));
   });
@@ -177,14 +207,14 @@ void NcclCommunicator::AllReduceSum(StreamRef stream, StepGuard& guard,
                                     std::size_t count, bool fixed_order) {
   if (KeepAlone(stream, guard, send, recv, count * sizeof(float))) return;
   if (!fixed_order) {
-    return Enqueue(guard, "an all-reduce", [=](ncclComm_t comm) {
+    return Enqueue(guard, "enqueue an all-reduce", [=](ncclComm_t comm) {
       return ncclAllReduce(send, recv, count, ncclFloat, ncclSum, comm,
                            CudaStreamOf(stream));
     });
   }
   // NCCL's order of sums is its own: every rank sums what all have.
   float* const parts = device_.rank_parts();
-  Enqueue(guard, "an all-gather", [=](ncclComm_t comm) {
+  Enqueue(guard, "enqueue an all-gather", [=](ncclComm_t comm) {
     return ncclAllGather(send, parts, count, ncclFloat, comm,
                          CudaStreamOf(stream));
   });
@@ -206,24 +236,35 @@ std::optional<std::string> NcclCommunicator::PollError() const {
 }
 
 std::optional<std::string> NcclCommunicator::abort_reason() const {
-  std::lock_guard lock(reason_mutex_);
-  return abort_reason_;
+  std::shared_ptr<NcclLocalGroup> group;
+  {
+    std::lock_guard lock(group_mutex_);
+    if (group_ == nullptr) return abort_reason_;
+    group = group_;
+  }
+  return group->abort_reason();
 }
 
 void NcclCommunicator::Abort(std::string_view reason) {
+  std::shared_ptr<NcclLocalGroup> group;
   {
-    std::lock_guard lock(reason_mutex_);
-    if (abort_reason_) return;
-    abort_reason_ = reason;
+    std::lock_guard lock(group_mutex_);
+    group = group_;
+    if (group == nullptr && !abort_reason_) abort_reason_ = reason;
   }
-  // From here on nobody waits for NCCL with the handle's mutex.
-  aborted_.store(true, std::memory_order_release);
-  AbortHandle();
+  if (group != nullptr) return group->Abort(reason);
+  End();
 }
 
-// NCCL may wait for the device to come to rest: not on the caller's time.
+void NcclCommunicator::End() {
+  // First of all: what NCCL leaves behind must not be taken for good.
+  device_.FailGuards();
+  // From here on nobody waits for NCCL with the handle's mutex.
+  if (!aborted_.exchange(true)) AbortHandle();
+}
+
 void NcclCommunicator::AbortHandle() {
-  std::thread([handle = handle_, context = device_.context()] {
+  const auto abort = [handle = handle_, context = device_.context()] {
     std::lock_guard lock(handle->mutex);
     if (handle->comm != nullptr) {
       const CudaDeviceScope scope(context);
@@ -231,7 +272,13 @@ void NcclCommunicator::AbortHandle() {
       handle->comm = nullptr;
     }
     handle->arena.reset();
-  }).detach();
+  };
+  try {
+    // NCCL may wait for the device to come to rest: not on the caller's time.
+    std::thread(abort).detach();
+  } catch (const std::system_error&) {
+    abort();  // there is no thread to be had
+  }
 }
 
 void NcclCommunicator::CloseInOrder() {
@@ -249,7 +296,8 @@ void NcclCommunicator::CloseInOrder() {
       return;
     }
   }
-  Abort("it was closed");  // if it was not before
+  Abort(StrCat("rank ", config_.rank,
+               " was closed before all of its exchanges had ended"));
   Backoff backoff;
   while (!is_late()) {
     const std::unique_lock lock(handle_->mutex, std::try_to_lock);

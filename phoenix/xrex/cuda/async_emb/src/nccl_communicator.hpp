@@ -21,19 +21,27 @@
 #include "phoenix/xrex/cuda/async_emb/src/backend.hpp"
 #include "phoenix/xrex/cuda/async_emb/src/communicator.hpp"
 #include "phoenix/xrex/cuda/async_emb/src/cuda_device.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/nccl_local_group.hpp"
 
 namespace xrex::async_emb {
 
-// Throws kInternal unless `result` is success. `what` is the call.
+// Throws kInternal unless `result` is success. `what` NCCL was to do.
 void CheckNccl(ncclResult_t result, const char* what);
 
 class NcclCommunicator final : public Communicator {
  public:
+  // Gives the group of the communicators in this process that connect with a
+  // payload.
+  using FindGroup = std::function<std::shared_ptr<NcclLocalGroup>(
+      const std::string& payload)>;
+
   // `device` outlives the communicator. The arena is not registered with it:
   // NCCL 2.28 then exchanges large pieces through addresses that are not there.
-  NcclCommunicator(const CommunicatorConfig& config, CudaDevice& device);
-  // Finalizes and destroys what NCCL has, or aborts it if it does not come to
-  // rest in 5 s; an abort that takes longer goes on by itself.
+  NcclCommunicator(const CommunicatorConfig& config, CudaDevice& device,
+                   FindGroup find_group);
+  // Finalizes and destroys what NCCL has, or aborts it, which fails the
+  // device's guards, if it does not come to rest in 5 s; an abort that takes
+  // longer goes on by itself.
   ~NcclCommunicator() override;
 
   NcclCommunicator(const NcclCommunicator&) = delete;
@@ -64,13 +72,14 @@ class NcclCommunicator final : public Communicator {
   };
   using Call = std::function<ncclResult_t(ncclComm_t)>;
 
+  void JoinGroup(const std::string& payload);
   // Does the work of every collective of a single rank: NCCL would do it too,
   // but takes tens of microseconds of the host's time. False if there are
   // peers.
   bool KeepAlone(StreamRef stream, StepGuard& guard, const void* send,
                  void* recv, std::size_t bytes);
   // Runs `call` and returns when its work is on the stream. Fails the guard if
-  // the communicator was aborted.
+  // the communicator was aborted; throws kTimeout after the time-out of a step.
   void Enqueue(StepGuard& guard, const char* what, const Call& call);
   // Polls NCCL until a call that is in progress has ended, the communicator was
   // aborted, or `is_late` says so. To be called with the handle's mutex.
@@ -78,16 +87,22 @@ class NcclCommunicator final : public Communicator {
   ncclResult_t Await(ncclResult_t result, const IsLate& is_late) const;
   [[noreturn]] void Throw(ncclResult_t result, const char* what) const;
   void CloseInOrder();
+  // This communicator's own part of an abort.
+  void End();
   void AbortHandle();
   std::optional<std::string> abort_reason() const;
   bool aborted() const { return aborted_.load(std::memory_order_acquire); }
 
   const CommunicatorConfig config_;
   CudaDevice& device_;
+  const FindGroup find_group_;
   const std::shared_ptr<Handle> handle_;
 
-  mutable std::mutex reason_mutex_;
-  std::optional<std::string> abort_reason_;  // guarded by reason_mutex_
+  mutable std::mutex group_mutex_;         // never held during calls of a group
+  std::shared_ptr<NcclLocalGroup> group_;  // guarded by group_mutex_; null
+                                           // before Connect
+  std::optional<std::string>
+      abort_reason_;  // guarded by group_mutex_; of an abort before Connect
   std::atomic<bool> aborted_{false};
 };
 
