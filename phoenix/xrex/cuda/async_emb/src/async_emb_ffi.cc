@@ -1,6 +1,7 @@
 #include "phoenix/xrex/cuda/async_emb/src/async_emb_ffi.hpp"
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -199,6 +200,12 @@ ffi::Error Run(const FfiCall& call) {
     return ffi::Error(
         ffi::ErrorCode::kInvalidArgument,
         StrCat(error.what(), "; arrays donated to this call are lost"));
+  } catch (const std::exception& error) {
+    // No memory, say. XLA's frames know no exceptions.
+    return ffi::Error(
+        ffi::ErrorCode::kInternal,
+        StrCat("async_emb: ", call.name(), " failed: ", error.what(),
+               "; arrays donated to this call are lost"));
   }
 }
 
