@@ -5,7 +5,8 @@ usage: python3 run_all.py [--multi-gpu] [--only PATTERN] [--sanitize] [--report 
 Every C++ program and every Python test file runs in a process of its own with a time limit of its
 own, so one that crashes or hangs does not end the rest. C++ programs, the files of
 tests/xrex/cuda/async_emb/gpu and the benchmark run alone; the others share the GPU, several at a
-time. Needs nothing but Python for itself. The exit status is 1 if anything failed or was not run.
+time. Needs nothing but Python for itself. The exit status is 1 if anything failed or was not run; a
+process whose cases were all skipped counts as not run.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pathlib import Path
 from gpu_reports import (
     CRASHED,
     FAILED,
+    NOT_RUN,
     PASSED,
     RECORDS,
     TIMED_OUT,
@@ -42,6 +44,10 @@ from gpu_reports import (
     write_report,
 )
 
+NO_CASES = 5  # pytest's exit status when there was nothing to run
+# How a file of GPU_TESTS says that it has cases for several GPUs, and that it has no others.
+SEVERAL_GPUS = ("ON_GPUS", "SEVERAL_GPUS", "pytest.mark.multi_gpu")
+ONLY_SEVERAL_GPUS = "pytestmark = [*SEVERAL_GPUS]"
 GPU_TESTS = Path("tests", "xrex", "cuda", "async_emb", "gpu")
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "numpy", "nvidia-nccl-cu13", "pytest")
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -85,10 +91,16 @@ def main(arguments: list[str]) -> int:
     if options.list:
         print("\n".join(job.name for job in jobs))
         return 0
+    if options.multi_gpu and (found := count_gpus(root, environment)) < 2:
+        print(f"--multi-gpu needs at least 2 GPUs, and JAX sees {found}: leave it out")
+        return 1
+    (report / RECORDS).unlink(missing_ok=True)  # of an earlier run
     outcomes = run_jobs(jobs, root, report, versions, environment, options)
+    if options.k:  # whoever asked for some cases knows that not every file has one
+        outcomes = [outcome for outcome in outcomes if outcome.exit_status != NO_CASES]
     print(summary(outcomes))
     print(f"details: {report / 'report.txt'}")
-    return 0 if all(outcome.status == PASSED for outcome in outcomes) else 1
+    return 0 if outcomes and all(outcome.status == PASSED for outcome in outcomes) else 1
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -202,6 +214,14 @@ def describe_machine(root: Path, environment: dict[str, str]) -> dict[str, str]:
     return found
 
 
+def count_gpus(root: Path, environment: dict[str, str]) -> int:
+    """How many GPUs JAX finds; 0 if it finds none."""
+    program = "import jax; print(len(jax.devices('gpu')))"
+    env = environment | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    found = output_of([sys.executable, "-c", program], cwd=root, env=env).splitlines()[-1:]
+    return int(found[0]) if found and found[0].isdigit() else 0
+
+
 def output_of(
     command: list[str], cwd: Path | None = None, env: dict[str, str] | None = None
 ) -> str:
@@ -243,10 +263,15 @@ def cc_programs(root: Path) -> list[Path]:
     )
 
 
+def needs_several_gpus(program: Path) -> bool:
+    return "ranks" in program.name
+
+
 def cc_jobs(root: Path, options: argparse.Namespace) -> list[Job]:
     return [
         Job(path.name, [str(path)], "cc", alone=True, limit_secs=options.file_limit_s)
         for path in cc_programs(root)
+        if options.multi_gpu or not needs_several_gpus(path)
     ]
 
 
@@ -272,7 +297,7 @@ def sanitizer_jobs(root: Path, options: argparse.Namespace) -> list[Job]:
             limit_secs=options.file_limit_s,
         )
         for path in cc_programs(root)
-        if ("ranks" if options.multi_gpu else "kernel") in path.name
+        if (needs_several_gpus(path) if options.multi_gpu else "kernel" in path.name)
         for tool in (("memcheck",) if options.multi_gpu else SANITIZER_TOOLS)
     ]
 
@@ -292,6 +317,8 @@ def python_jobs(root: Path, options: argparse.Namespace) -> list[Job]:
         alone = GPU_TESTS in name.parents
         if options.gpu_tests_only and not alone:
             continue
+        if alone and not has_cases(path, options.multi_gpu):
+            continue
         command = [sys.executable, "-m", "pytest", str(name), "-v", "--tb=short", "-rs"]
         command += ["-p", "no:cacheprovider", "--durations=5", "--durations-min=2"]
         command += ["-o", f"faulthandler_timeout={0.7 * options.file_limit_s:.0f}"]
@@ -299,6 +326,14 @@ def python_jobs(root: Path, options: argparse.Namespace) -> list[Job]:
         command += ["-k", options.k] if options.k else []
         jobs.append(Job(str(name), command, "python", alone, options.file_limit_s))
     return sorted(jobs, key=lambda job: not job.alone)
+
+
+def has_cases(path: Path, multi_gpu: bool) -> bool:
+    """Whether the marks leave anything of a file of GPU_TESTS."""
+    source = path.read_text()
+    if multi_gpu:
+        return any(name in source for name in SEVERAL_GPUS)
+    return ONLY_SEVERAL_GPUS not in source
 
 
 # --- Running ------------------------------------------------------------------------------------
@@ -397,9 +432,13 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def status_of(job: Job, outcome: Outcome) -> str:
-    nothing_to_run = job.kind == "python" and outcome.exit_status == 5
-    if outcome.exit_status == 0 or nothing_to_run:
-        return FAILED if outcome.failed else PASSED
+    if outcome.exit_status == 0 and outcome.failed == 0:
+        ran = outcome.passed > 0 or job.kind == "benchmark"  # which has no cases
+        return PASSED if ran else NOT_RUN
+    if outcome.exit_status == NO_CASES and job.kind == "python":
+        return NOT_RUN
+    if outcome.exit_status == 0:
+        return FAILED
     known = (1,) if job.kind == "python" else (1, SANITIZER_EXIT)
     return FAILED if outcome.exit_status in known else CRASHED
 
