@@ -53,7 +53,11 @@ class RankStats(NamedTuple):
         last_norm: norm of the summed gradients of the last update.
         table_moved: times that a start found the table at another address.
         bytes_sent: bytes that left this rank in steps that did not fail.
-        wait_secs: seconds that done calls waited.
+        lookup_wait_secs: seconds for which done calls of lookups held the caller back: the part of
+            the exchange that nothing hid. On CPU devices, for which the calling thread was blocked;
+            on a GPU, for which the caller's stream stood still until the step's end, counted when
+            the done call has run there.
+        update_wait_secs: likewise of updates.
     """
 
     lookup_steps_armed: int
@@ -69,7 +73,13 @@ class RankStats(NamedTuple):
     last_norm: float
     table_moved: int
     bytes_sent: int
-    wait_secs: float
+    lookup_wait_secs: float
+    update_wait_secs: float
+
+    @property
+    def wait_secs(self) -> float:
+        """Seconds for which done calls of either kind held the caller back."""
+        return self.lookup_wait_secs + self.update_wait_secs
 
 
 def initialize(ctx: AsyncEmbContextHandle) -> None:

@@ -158,7 +158,12 @@ def test_host_calls_without_contexts_find_nothing_to_do():
 
 def test_stats_of_a_new_context_are_zero():
     with ready_context(name="stats") as ctx:
-        assert async_emb.stats(ctx)[NUM_RANKS - 1] == lifecycle.RankStats(*[0] * 14)
+        assert async_emb.stats(ctx)[NUM_RANKS - 1] == lifecycle.RankStats(*[0] * 15)
+
+
+def test_waits_of_both_kinds_add_up():
+    stats = lifecycle.RankStats(*[0] * 13, lookup_wait_secs=0.5, update_wait_secs=2.0)
+    assert stats.wait_secs == 2.5
 
 
 @needs_devices(3)

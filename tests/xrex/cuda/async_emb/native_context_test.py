@@ -231,6 +231,15 @@ def test_each_rank_counts_its_own_ids_only():
         assert [context.stats()["ids_out_of_range"] for context in contexts] == [1, 2]
 
 
+def test_waits_are_counted_for_the_pipeline_that_waited():
+    with ready_group(1) as (context,):
+        context.arm_lookup(ids_of(1)[0], random_table())
+        context.consume_lookup()
+        stats = context.stats()
+    assert stats["lookup_wait_secs"] > 0.0
+    assert stats["update_wait_secs"] == 0.0
+
+
 def test_eight_contexts_run_steps_at_once():
     table = random_table(8 * SHARD_WIDTH)
     shards = shards_of(table)

@@ -366,7 +366,8 @@ nb::dict StatsDict(const ContextStats& stats) {
   dict["last_norm"] = stats.last_norm;
   dict["table_moved"] = stats.table_moved;
   dict["bytes_sent"] = stats.bytes_sent;
-  dict["wait_secs"] = stats.wait_secs;
+  dict["lookup_wait_secs"] = stats.wait_secs[kLookup];
+  dict["update_wait_secs"] = stats.wait_secs[kUpdate];
   return dict;
 }
 

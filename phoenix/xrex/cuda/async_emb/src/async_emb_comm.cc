@@ -350,9 +350,10 @@ ContextStats AsyncEmbContext::stats() const {
       stats.steps_armed[index] = state_.armed(pipeline);
       stats.steps_done[index] = StepsDoneLocked(pipeline);
       stats.bytes_sent += stats.steps_done[index] * BytesSent(spec_, pipeline);
+      stats.wait_secs[index] =
+          std::chrono::duration<double>(lane(pipeline).guard->waited()).count();
     }
     stats.table_moved = state_.table_moved();
-    stats.wait_secs = wait_secs_;
   }
   // After the steps: they hold what every step that counts as done has counted.
   const StepCounters& counters = resources_->device->counters();

@@ -68,7 +68,8 @@ struct ContextStats {
   float last_norm = 0.0F;
   std::int64_t table_moved = 0;
   std::int64_t bytes_sent = 0;
-  double wait_secs = 0.0;
+  // For how long done calls held the caller back.
+  std::array<double, kNumPipelines> wait_secs{};
 };
 
 struct ContextConfig {
@@ -186,7 +187,7 @@ class AsyncEmbContext {
   void EndStart(Pipeline pipeline);
   // False if there is no step to take over, on a failed context.
   bool BeginFinish(Pipeline pipeline);
-  void EndFinish(Pipeline pipeline, Clock::TimePoint wait_began);
+  void EndFinish(Pipeline pipeline);
   template <typename Enqueue>
   std::int64_t ArmStep(Pipeline pipeline, const void* table,
                        const Enqueue& enqueue);
@@ -245,8 +246,7 @@ class AsyncEmbContext {
   PipelineState state_;  // guarded by state_mutex_
   Watchdog watchdog_;    // guarded by state_mutex_
   std::optional<std::string>
-      failure_;             // guarded by state_mutex_; the reason, set once
-  double wait_secs_ = 0.0;  // guarded by state_mutex_
+      failure_;  // guarded by state_mutex_; the reason, set once
 
   std::mutex watchdog_mutex_;  // taken alone
   std::condition_variable watchdog_wake_;

@@ -1,6 +1,5 @@
 // The steps of a context: arming, what is enqueued in which order, finishing.
 #include <array>
-#include <chrono>
 #include <exception>
 #include <span>
 
@@ -49,13 +48,10 @@ bool AsyncEmbContext::BeginFinish(Pipeline pipeline) {
   return true;
 }
 
-void AsyncEmbContext::EndFinish(Pipeline pipeline,
-                                Clock::TimePoint wait_began) {
-  const Clock::Duration waited = clock_.Now() - wait_began;
+void AsyncEmbContext::EndFinish(Pipeline pipeline) {
   std::lock_guard state(state_mutex_);
   NoteEndLocked(pipeline);
   state_.EndFinish(pipeline);
-  wait_secs_ += std::chrono::duration<double>(waited).count();
 }
 
 template <typename Enqueue>
@@ -143,13 +139,15 @@ void AsyncEmbContext::EnqueueLookup(StreamRef caller, const LookupStart& args,
 
 void AsyncEmbContext::FinishLookup(StreamRef caller, Bf16Bits* embeddings) {
   const bool pending = BeginFinish(Pipeline::kLookup);
-  const Clock::TimePoint wait_began = clock_.Now();
   Lane& lookup = lane(Pipeline::kLookup);
-  if (pending) resources_->device->Wait(caller, *lookup.completed);
+  if (pending) {
+    resources_->device->WaitForStep(caller, *lookup.guard, *lookup.completed,
+                                    clock_);
+  }
   resources_->device->CombineSlices(
       caller, pending ? *lookup.guard : *resources_->never_armed, slice_shape(),
       region<Bf16Bits>(Region::kLookupEmbeddings), embeddings);
-  if (pending) EndFinish(Pipeline::kLookup, wait_began);
+  if (pending) EndFinish(Pipeline::kLookup);
 }
 
 std::int64_t AsyncEmbContext::StartUpdate(StreamRef caller,
@@ -236,13 +234,15 @@ void AsyncEmbContext::EnqueueApply(const UpdateStart& args) {
 void AsyncEmbContext::FinishUpdate(StreamRef caller, float* norm,
                                    std::int32_t* valid) {
   const bool pending = BeginFinish(Pipeline::kUpdate);
-  const Clock::TimePoint wait_began = clock_.Now();
   Lane& update = lane(Pipeline::kUpdate);
-  if (pending) resources_->device->Wait(caller, *update.completed);
+  if (pending) {
+    resources_->device->WaitForStep(caller, *update.guard, *update.completed,
+                                    clock_);
+  }
   resources_->device->WriteResult(
       caller, pending ? *update.guard : *resources_->never_armed,
       region<UpdateResult>(Region::kUpdateResult), norm, valid);
-  if (pending) EndFinish(Pipeline::kUpdate, wait_began);
+  if (pending) EndFinish(Pipeline::kUpdate);
 }
 
 void AsyncEmbContext::WritePin(StreamRef caller, float* pin) {

@@ -83,6 +83,31 @@ __global__ void __launch_bounds__(kBlockSize, kResidentBlocks)
   AddWarpCounts(&counters->ids_out_of_range, missing);
 }
 
+// --- Waits of done calls ---------------------------------------------------
+
+// One clock for the whole device.
+__device__ std::int64_t NowNanos() {
+  std::int64_t nanos = 0;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(nanos));
+  return nanos;
+}
+
+__global__ void BeginWaitKernel(GuardView guard) {
+  guard.decision->wait_began_nanos = NowNanos();
+}
+
+// Called by one thread of a done call, behind the end of its step.
+__device__ void EndWait(const GuardView& guard) {
+  StepDecision& decision = *guard.decision;
+  const std::int64_t began = decision.wait_began_nanos;
+  if (began == 0) return;
+  decision.wait_began_nanos = 0;
+  if (decision.ended_nanos <= began) return;
+  decision.waited_nanos += decision.ended_nanos - began;
+  static_cast<volatile StepWords*>(guard.words)->waited_nanos =
+      decision.waited_nanos;
+}
+
 // --- Slices ----------------------------------------------------------------
 
 // Copies of a slice of `width` columns for every token and rank; the distances
@@ -99,12 +124,15 @@ struct SliceCopy {
 };
 
 // Row y of the grid copies the slices of rank y: no index is divided. A
-// decision that is not ok gives NaN; without one all is copied.
+// decision that is not ok gives NaN; without one all is copied, and no wait
+// ends.
 template <int kColumns>
 __global__ void __launch_bounds__(kBlockSize, kResidentBlocks)
-    CopySlicesKernel(SliceCopy copy, unsigned group_lanes,
-                     const StepDecision* decision) {
-  const bool ok = decision == nullptr || decision->ok != 0;
+    CopySlicesKernel(SliceCopy copy, unsigned group_lanes, GuardView guard) {
+  const bool ok = guard.decision == nullptr || guard.decision->ok != 0;
+  if (guard.decision != nullptr && blockIdx.y == 0 && ThreadIndex() == 0) {
+    EndWait(guard);
+  }
   const LaneGroup group(group_lanes);
   const Bf16Bits* from = copy.from + blockIdx.y * copy.from_rank;
   Bf16Bits* to = copy.to + blockIdx.y * copy.to_rank;
@@ -135,7 +163,7 @@ __global__ void __launch_bounds__(kBlockSize, kResidentBlocks)
 }
 
 void CopySlices(cudaStream_t stream, const char* what, const SliceCopy& copy,
-                std::int32_t world_size, const StepDecision* decision) {
+                std::int32_t world_size, const GuardView& guard) {
   const VectorChoice vector =
       VectorChoice(copy.width).With(copy.from).With(copy.to);
   vector.Dispatch([&](auto columns) {
@@ -144,7 +172,7 @@ void CopySlices(cudaStream_t stream, const char* what, const SliceCopy& copy,
     const dim3 grid(FillingBlocks(copy.num_tokens, tokens_per_block),
                     static_cast<unsigned>(world_size));
     Launch(stream, what, grid, kBlockSize, CopySlicesKernel<columns()>, copy,
-           lanes, decision);
+           lanes, guard);
   });
 }
 
@@ -200,6 +228,7 @@ __global__ void EndStepKernel(GuardView guard, std::int64_t step,
     ok = !HasFailed(guard);
   }
   guard.decision->ok = ok ? 1 : 0;
+  guard.decision->ended_nanos = NowNanos();
   PublishCounters(*counters, published);
   volatile StepWords* words = guard.words;
   __threadfence_system();
@@ -210,6 +239,7 @@ __global__ void EndStepKernel(GuardView guard, std::int64_t step,
 
 __global__ void WriteResultKernel(GuardView guard, const UpdateResult* result,
                                   float* norm, std::int32_t* valid) {
+  EndWait(guard);
   const bool ok = guard.decision->ok != 0;
   *norm = ok ? result->norm : __uint_as_float(0x7FC00000U);
   *valid = ok ? result->valid : 0;
@@ -279,6 +309,7 @@ void LoadKernels() {
   LoadRowKernels<2>();
   LoadRowKernels<1>();
   LoadEach({reinterpret_cast<const void*>(&CheckRankKernel),
+            reinterpret_cast<const void*>(&BeginWaitKernel),
             reinterpret_cast<const void*>(&CopyItemsKernel),
             reinterpret_cast<const void*>(&EndStepKernel),
             reinterpret_cast<const void*>(&WriteResultKernel),
@@ -303,6 +334,10 @@ void EndStep(cudaStream_t stream, const GuardView& guard, std::int64_t step,
              const Counters* counters, Counters* published) {
   Launch(stream, "EndStepKernel", dim3(1), 1, EndStepKernel, guard, step,
          counters, published);
+}
+
+void BeginWait(cudaStream_t stream, const GuardView& guard) {
+  Launch(stream, "BeginWaitKernel", dim3(1), 1, BeginWaitKernel, guard);
 }
 
 void CopyItems(cudaStream_t stream, std::span<const CopyItem> items) {
@@ -344,7 +379,7 @@ void CombineSlices(cudaStream_t stream, const GuardView& guard,
       .to_token = shape.world_size * shape.shard_width,
       .to_rank = shape.shard_width};
   CopySlices(stream, "CopySlicesKernel (combine)", copy, shape.world_size,
-             guard.decision);
+             guard);
 }
 
 void RouteGradients(cudaStream_t stream, const SliceShape& shape,
@@ -358,7 +393,7 @@ void RouteGradients(cudaStream_t stream, const SliceShape& shape,
                           .to_token = shape.shard_width,
                           .to_rank = shape.tokens_per_rank * shape.shard_width};
   CopySlices(stream, "CopySlicesKernel (route)", copy, shape.world_size,
-             nullptr);
+             GuardView{});
 }
 
 void WriteResult(cudaStream_t stream, const GuardView& guard,

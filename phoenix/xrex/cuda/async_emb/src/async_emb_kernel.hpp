@@ -23,10 +23,13 @@ namespace xrex::async_emb::cuda_kernels {
 
 // What is decided of a pipeline's step on the device, in device memory that
 // starts as zeros. Kernels of one step go by this word and not by the mapped
-// one, which may change while they run.
+// one, which may change while they run. Times are of the device's clock.
 struct StepDecision {
   std::int32_t applied = 0;  // update: ApplyAdagrad found the exchange complete
   std::int32_t ok = 0;  // what the done call of the latest ended step goes by
+  std::int64_t ended_nanos = 0;       // when the latest step ended
+  std::int64_t wait_began_nanos = 0;  // of a done call; 0: none waits
+  std::int64_t waited_nanos = 0;      // by done calls, in all
 };
 
 // The device's view of a step guard.
@@ -66,10 +69,15 @@ void CheckRank(cudaStream_t stream, const GuardView& guard,
                const std::int32_t* came, std::int32_t expected);
 
 // Ends a step: decides whether it ended well (a lookup: no failure by now; an
-// update: ApplyAdagrad found none), then publishes `counters`, `good` and
-// `reached`, in this order. `published` is mapped host memory.
+// update: ApplyAdagrad found none), notes the time, then publishes `counters`,
+// `good` and `reached`, in this order. `published` is mapped host memory.
 void EndStep(cudaStream_t stream, const GuardView& guard, std::int64_t step,
              const Counters* counters, Counters* published);
+
+// Notes the time at which a done call is ready for its step, before `stream`
+// waits for it. CombineSlices and WriteResult add the time from then to the end
+// of the step, if that came later, to waited_nanos of guard.words.
+void BeginWait(cudaStream_t stream, const GuardView& guard);
 
 // Copies at most kMaxCopies items.
 void CopyItems(cudaStream_t stream, std::span<const CopyItem> items);

@@ -286,6 +286,13 @@ void CudaDevice::Wait(StreamRef stream, const Event& event) {
             "to let a stream wait");
 }
 
+void CudaDevice::WaitForStep(StreamRef stream, StepGuard& guard,
+                             const Event& completed, const Clock& /*clock*/) {
+  const CudaDeviceScope scope(context_);
+  cuda_kernels::BeginWait(CudaStreamOf(stream), Guard::ViewOf(guard));
+  Wait(stream, completed);
+}
+
 void CudaDevice::Copy(StreamRef stream, std::span<const CopyItem> items) {
   const CudaDeviceScope scope(context_);
   cuda_kernels::CopyItems(CudaStreamOf(stream), items);

@@ -121,6 +121,8 @@ class CudaDevice final : public Device {
   void FailGuards() override;
   void Record(Event& event, StreamRef stream) override;
   void Wait(StreamRef stream, const Event& event) override;
+  void WaitForStep(StreamRef stream, StepGuard& guard, const Event& completed,
+                   const Clock& clock) override;
   void Copy(StreamRef stream, std::span<const CopyItem> items) override;
   void Zero(StreamRef stream, void* dst, std::size_t bytes) override;
   void EndStep(StreamRef stream, StepGuard& guard, std::int64_t step) override;

@@ -16,6 +16,7 @@
 #include <string>
 
 #include "phoenix/xrex/cuda/async_emb/src/adagrad_params.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/clock.hpp"
 #include "phoenix/xrex/cuda/async_emb/src/pipeline_spec.hpp"
 #include "phoenix/xrex/cuda/async_emb/src/types.hpp"
 
@@ -66,6 +67,7 @@ struct StepWords {
   std::int32_t found = 0;    // a StepFailure that a device has found, set once
   std::int64_t reached = 0;  // the latest step that has ended
   std::int64_t good = 0;     // the latest step that has ended well
+  std::int64_t waited_nanos = 0;  // by done calls, in all
 };
 
 // Whether the exchange that a step hangs on has failed, and how far the steps
@@ -119,6 +121,17 @@ class StepGuard {
       std::atomic_ref(words_.good).store(step, std::memory_order_release);
     }
     std::atomic_ref(words_.reached).store(step, std::memory_order_release);
+  }
+
+  // For how long done calls have held their callers back. Never falls.
+  std::chrono::nanoseconds waited() const {
+    return std::chrono::nanoseconds(
+        std::atomic_ref(words_.waited_nanos).load(std::memory_order_relaxed));
+  }
+  // Called on a host; a device writes the word itself.
+  void AddWait(std::chrono::nanoseconds waited) {
+    std::atomic_ref(words_.waited_nanos)
+        .fetch_add(waited.count(), std::memory_order_relaxed);
   }
 
  private:
@@ -272,6 +285,14 @@ class Device {
   // stream the calling thread blocks; work behind the event always ends, since
   // every exchange is bounded.
   virtual void Wait(StreamRef stream, const Event& event) = 0;
+
+  // The wait of a done call: as Wait, where `completed` is the end of the
+  // guard's step. Adds to guard.waited() the time from when `stream` was ready
+  // for the step to the step's end: on a host by `clock`, on a device by the
+  // device's own, and not before CombineSlices or WriteResult with this guard
+  // has come next on the stream.
+  virtual void WaitForStep(StreamRef stream, StepGuard& guard,
+                           const Event& completed, const Clock& clock) = 0;
 
   // At most kMaxCopies that do not overlap.
   virtual void Copy(StreamRef stream, std::span<const CopyItem> items) = 0;

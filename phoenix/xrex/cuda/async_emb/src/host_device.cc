@@ -20,6 +20,11 @@ namespace {
 
 constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
 
+void BlockOn(const Event& event) {
+  while (!event.WaitFor(std::chrono::seconds(1))) {
+  }
+}
+
 }  // namespace
 
 HostStream::HostStream() : worker_([this] { Run(); }) {}
@@ -155,9 +160,15 @@ void HostDevice::Record(Event& event, StreamRef stream) {
 }
 
 void HostDevice::Wait(StreamRef stream, const Event& event) {
-  HostStream::RunOn(stream, [&event] {
-    while (!event.WaitFor(std::chrono::seconds(1))) {
-    }
+  HostStream::RunOn(stream, [&event] { BlockOn(event); });
+}
+
+void HostDevice::WaitForStep(StreamRef stream, StepGuard& guard,
+                             const Event& completed, const Clock& clock) {
+  HostStream::RunOn(stream, [&guard, &completed, &clock] {
+    const Clock::TimePoint began = clock.Now();
+    BlockOn(completed);
+    guard.AddWait(clock.Now() - began);
   });
 }
 

@@ -103,6 +103,32 @@ def test_program_goes_on_while_the_exchange_runs(num_ranks: int) -> None:
     assert share < 0.7, shares
 
 
+@ON_GPUS
+def test_time_that_nothing_hides_of_an_exchange_is_counted(num_ranks: int) -> None:
+    with context(num_ranks) as ctx:
+        steps = Steps(ctx)
+        state, update = large_update(ctx)
+        copy = jax.jit(lambda xs: [x.copy() for x in xs])
+        gate = steps.open_gate()
+        hidden = copy(update)
+        # Drained before the done call comes: nothing is left to wait for.
+        in_flight = jax.block_until_ready(steps.start_update(state, *hidden, gate))
+        async_emb.drain(ctx)
+        state = jax.block_until_ready(steps.finish_update(in_flight)).state
+        after_hidden = async_emb.stats(ctx)
+        began = time.perf_counter()
+        in_flight = steps.start_update(state, *update, gate)
+        jax.block_until_ready(steps.finish_update(in_flight))
+        spent = time.perf_counter() - began
+        after_exposed = async_emb.stats(ctx)
+        async_emb.check(ctx)
+    print(f"{after_exposed[0].update_wait_secs * 1e3:.2f} ms exposed of {spent * 1e3:.2f} ms")
+    assert [rank.wait_secs for rank in after_hidden.values()] == [0.0] * num_ranks
+    for rank in after_exposed.values():
+        assert rank.lookup_wait_secs == 0.0
+        assert 0.0 < rank.update_wait_secs < spent
+
+
 class Times(NamedTuple):
     """Median seconds of the exchange alone, the dense part alone, and both in one program."""
 

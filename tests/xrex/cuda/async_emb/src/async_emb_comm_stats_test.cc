@@ -130,7 +130,7 @@ TEST_F(StatsTest, OneRankSendsNothing) {
   EXPECT_EQ(context(0).stats().bytes_sent, 0);
 }
 
-TEST_F(StatsTest, TheTimeThatADoneWaitsIsCounted) {
+TEST_F(StatsTest, TheTimeThatTheDoneOfALookupWaitsIsCounted) {
   MakeGroup(1);
   Gate& gate = backend_.HoldAt({.rank = 0, .exchange = 0});
   group().StartLookups();
@@ -141,7 +141,59 @@ TEST_F(StatsTest, TheTimeThatADoneWaitsIsCounted) {
   clock_.Advance(seconds(3));
   gate.Open();
   ASSERT_THAT(done.get(), Succeeded());
-  EXPECT_EQ(context(0).stats().wait_secs, 3.0);
+  EXPECT_THAT(context(0).stats().wait_secs, ElementsAre(3.0, 0.0));
+}
+
+TEST_F(StatsTest, TheTimeThatTheDoneOfAnUpdateWaitsIsCounted) {
+  MakeGroup(1);
+  Gate& gate = backend_.HoldAt({.rank = 0, .exchange = 2});
+  group().StartUpdates();
+  gate.AwaitArrival();
+  const std::int64_t num_reads = clock_.num_reads();
+  auto done = AttemptAsync([&] { group().FinishUpdate(0); });
+  clock_.AwaitRead(num_reads + 1);
+  clock_.Advance(seconds(3));
+  gate.Open();
+  ASSERT_THAT(done.get(), Succeeded());
+  EXPECT_THAT(context(0).stats().wait_secs, ElementsAre(0.0, 3.0));
+}
+
+TEST_F(StatsTest, WaitsOfSeveralStepsAddUp) {
+  MakeGroup(1);
+  for (int i = 0; i < 3; ++i) {
+    group().StartLookups();
+    // The second look at the clock ends the wait.
+    clock_.OnNextRead([&] {
+      clock_.OnNextRead(
+          [&] { clock_.Advance(std::chrono::milliseconds(250)); });
+    });
+    group().FinishLookups();
+  }
+  EXPECT_THAT(context(0).stats().wait_secs, ElementsAre(0.75, 0.0));
+}
+
+TEST_F(StatsTest, TheTimeInWhichADoneCopiesIsNotCounted) {
+  MakeGroup(1);
+  const std::vector<Bf16Bits> unwritten(arrays(0).embeddings.size(), 0x5A5A);
+  arrays(0).embeddings = unwritten;
+  group().StartLookups();
+  std::vector<Bf16Bits> when_the_wait_ended;
+  clock_.OnNextRead([&] {
+    clock_.OnNextRead([&] { when_the_wait_ended = arrays(0).embeddings; });
+  });
+  group().FinishLookups();
+  EXPECT_EQ(when_the_wait_ended, unwritten);
+  EXPECT_NE(arrays(0).embeddings, unwritten);
+}
+
+TEST_F(StatsTest, TheDoneOfAStepThatWasNotArmedWaitsForNothing) {
+  MakeGroup(1);
+  context(0).Abort("enough");
+  const std::int64_t num_reads = clock_.num_reads();
+  group().StartLookups();
+  group().FinishLookups();
+  EXPECT_EQ(clock_.num_reads(), num_reads);
+  EXPECT_THAT(context(0).stats().wait_secs, ElementsAre(0.0, 0.0));
 }
 
 TEST_F(StatsTest, CountersCanBeReadWhileAStepIsHeldUp) {

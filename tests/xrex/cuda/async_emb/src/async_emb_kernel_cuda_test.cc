@@ -365,6 +365,96 @@ TEST_F(EndStepTest, PublishesTheCounters) {
   EXPECT_EQ(published_->last_norm, kCounted.last_norm);
 }
 
+TEST_F(EndStepTest, NotesTheTime) {
+  TestGuard guard(Pipeline::kLookup);
+  End(guard);
+  const std::int64_t first = guard.decision().ended_nanos;
+  EXPECT_GT(first, 0);
+  End(guard);
+  EXPECT_GE(guard.decision().ended_nanos, first);
+}
+
+TEST(BeginWaitTest, NotesTheTimeByTheClockOfEndStep) {
+  TestGuard guard(Pipeline::kLookup);
+  const DeviceArray<Counters> counters(1, Counters{});
+  Mapped<Counters> published;
+  const TestStream stream;
+  EndStep(stream.get(), guard.view(), 1, counters.data(), published.device());
+  BeginWait(stream.get(), guard.view());
+  stream.Sync();
+  const std::int64_t ended = guard.decision().ended_nanos;
+  const std::int64_t began = guard.decision().wait_began_nanos;
+  EXPECT_GE(began, ended);
+  EndStep(stream.get(), guard.view(), 2, counters.data(), published.device());
+  stream.Sync();
+  EXPECT_GE(guard.decision().ended_nanos, began);
+  EXPECT_EQ(guard.words()->waited_nanos, 0);  // before the done call goes on
+}
+
+// How a done call ends the wait of a decision.
+class EndWaitTest : public ::testing::TestWithParam<Pipeline> {
+ protected:
+  static void Finish(TestGuard& guard) {
+    // Many blocks.
+    const SliceShape shape = {4, 10'000, 8};
+    const DeviceArray<Bf16Bits> slices(4 * 10'000 * 8, 1);
+    const DeviceArray<Bf16Bits> out(4 * 10'000 * 8, kUnwritten);
+    const DeviceArray<UpdateResult> result(1, UpdateResult{});
+    const DeviceArray<float> norm(1, -1.0F);
+    const DeviceArray<std::int32_t> valid(1, -1);
+    const TestStream stream;
+    if (GetParam() == Pipeline::kLookup) {
+      CombineSlices(stream.get(), guard.view(), shape, slices.data(),
+                    out.data());
+    } else {
+      WriteResult(stream.get(), guard.view(), result.data(), norm.data(),
+                  valid.data());
+    }
+    stream.Sync();
+  }
+};
+
+TEST_P(EndWaitTest, AddsTheTimeUntilTheStepEnded) {
+  TestGuard guard(GetParam(), {.ok = 1,
+                               .ended_nanos = 500,
+                               .wait_began_nanos = 200,
+                               .waited_nanos = 1000});
+  Finish(guard);
+  EXPECT_EQ(guard.words()->waited_nanos, 1300);
+}
+
+TEST_P(EndWaitTest, AddsItForAStepThatFailedToo) {
+  TestGuard guard(GetParam(),
+                  {.ok = 0, .ended_nanos = 500, .wait_began_nanos = 200});
+  Finish(guard);
+  EXPECT_EQ(guard.words()->waited_nanos, 300);
+}
+
+TEST_P(EndWaitTest, AddsItOnce) {
+  TestGuard guard(GetParam(),
+                  {.ok = 1, .ended_nanos = 500, .wait_began_nanos = 200});
+  Finish(guard);
+  Finish(guard);
+  EXPECT_EQ(guard.words()->waited_nanos, 300);
+}
+
+TEST_P(EndWaitTest, AddsNothingForAStepThatHadEnded) {
+  TestGuard guard(GetParam(),
+                  {.ok = 1, .ended_nanos = 200, .wait_began_nanos = 500});
+  Finish(guard);
+  EXPECT_EQ(guard.words()->waited_nanos, 0);
+}
+
+TEST_P(EndWaitTest, AddsNothingWhereNoneBegan) {
+  TestGuard guard(GetParam(), {.ok = 1, .ended_nanos = 500});
+  Finish(guard);
+  EXPECT_EQ(guard.words()->waited_nanos, 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(Pipelines, EndWaitTest,
+                         ::testing::Values(Pipeline::kLookup,
+                                           Pipeline::kUpdate));
+
 // What WriteResult makes of norm 2.5 and valid 1.
 struct Written {
   explicit Written(StepDecision decision) {

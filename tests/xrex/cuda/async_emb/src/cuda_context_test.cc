@@ -21,6 +21,8 @@ namespace {
 
 using std::chrono::seconds;
 using testing::AllOf;
+using testing::ElementsAre;
+using testing::Gt;
 using testing::HasSubstr;
 
 const bool kEnvironmentIsSet = SetNcclEnvironment();
@@ -87,6 +89,26 @@ TEST_F(CudaContextTest, AWaitReturnsWhenItsStepIsThere) {
   EXPECT_THAT(waiting.get(), Gave(1));
   rank_.FinishLookup();
   rank_.caller().Synchronize();
+}
+
+TEST_F(CudaContextTest, ALookupThatIsConsumedLateHoldsNothingUp) {
+  rank_.StartLookup();
+  EXPECT_EQ(context().WaitStepReady(), 1);
+  rank_.FinishLookup();
+  rank_.caller().Synchronize();
+  EXPECT_THAT(context().stats().wait_secs, ElementsAre(0.0, 0.0));
+}
+
+TEST_F(CudaContextTest, TheDoneOfAStepThatWasNotArmedHoldsNothingUp) {
+  context().Abort("enough");
+  for (int i = 0; i < 3; ++i) {
+    rank_.StartLookup();
+    rank_.FinishLookup();
+    rank_.StartUpdate();
+    rank_.FinishUpdate();
+  }
+  rank_.caller().Synchronize();
+  EXPECT_THAT(context().stats().wait_secs, ElementsAre(0.0, 0.0));
 }
 
 TEST_F(CudaContextTest, AnAbortedLookupGivesNan) {
@@ -245,6 +267,58 @@ TEST_F(CudaContextTest, RefusesAPayloadThatIsNoUniqueId) {
               FailedWith(ErrorCode::kInvalidArgument,
                          AllOf(HasSubstr("payload 0 has 5 bytes"),
                                HasSubstr("reset of rank 0"))));
+}
+
+// Steps of a millisecond or two, whose done calls are on the stream before they
+// begin.
+class CudaWaitTest : public testing::Test {
+ protected:
+  CudaWaitTest()
+      : rank_(CudaSpec(200'000, 128, 100'000), 150'000, kTimeout, clock_,
+              backend_) {}
+
+  void SetUp() override { rank_.BringUp(); }
+
+  AsyncEmbContext& context() { return rank_.context(); }
+
+  SteadyClock clock_;
+  CudaBackend backend_;
+  Gate gate_;  // outlives what passes it
+  CudaRank rank_;
+};
+
+TEST_F(CudaWaitTest, ALookupThatIsConsumedAtOnceHoldsItsCallerUp) {
+  rank_.caller().HoldAt(gate_);
+  rank_.StartLookup();
+  rank_.FinishLookup();
+  gate_.Open();
+  rank_.caller().Synchronize();
+  EXPECT_THAT(context().stats().wait_secs, ElementsAre(Gt(0.0), 0.0));
+}
+
+TEST_F(CudaWaitTest, AnUpdateThatIsConsumedAtOnceHoldsItsCallerUp) {
+  rank_.caller().HoldAt(gate_);
+  rank_.StartUpdate();
+  rank_.FinishUpdate();
+  gate_.Open();
+  rank_.caller().Synchronize();
+  EXPECT_THAT(context().stats().wait_secs, ElementsAre(0.0, Gt(0.0)));
+}
+
+TEST_F(CudaWaitTest, EveryWaitAddsLessThanTheHostSees) {
+  double last = 0.0;
+  for (int i = 0; i < 5; ++i) {
+    const Clock::TimePoint began = clock_.Now();
+    rank_.StartUpdate();
+    rank_.FinishUpdate();
+    rank_.caller().Synchronize();
+    const std::chrono::duration<double> seen = clock_.Now() - began;
+    const double waited = context().stats().wait_secs[1];
+    EXPECT_GE(waited, last);
+    EXPECT_LE(waited - last, seen.count());
+    last = waited;
+  }
+  EXPECT_GT(last, 0.0);
 }
 
 TEST(CudaBackendTest, RefusesADeviceThatIsNotThere) {

@@ -166,6 +166,25 @@ TEST_F(HostStreamTest, TheCallersStreamBlocksTheCallerForAnEvent) {
   EXPECT_EQ(value, 5);
 }
 
+TEST(HostDeviceTest, CountsTheTimeThatADoneCallWaits) {
+  HostDevice device;
+  const auto guard = device.NewGuard(Pipeline::kLookup);
+  const auto event = device.NewEvent();
+  const auto stream = device.NewSideStream();
+  FakeClock clock;
+  Gate gate;
+  HostStream::RunOn(stream->ref(), [&] { gate.Pass(); });
+  device.Record(*event, stream->ref());
+  std::thread caller(
+      [&] { device.WaitForStep(StreamRef{}, *guard, *event, clock); });
+  clock.AwaitRead(1);
+  EXPECT_EQ(guard->waited(), seconds(0));
+  clock.Advance(seconds(2));
+  gate.Open();
+  caller.join();
+  EXPECT_EQ(guard->waited(), seconds(2));
+}
+
 TEST(HostDeviceTest, AlignsTheArena) {
   HostDevice device;
   for (const std::size_t bytes : {std::size_t{1}, std::size_t{100000}}) {
