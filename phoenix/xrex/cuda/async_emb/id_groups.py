@@ -168,7 +168,7 @@ def plan_shared_rows(
             segment_ids.size,
         )
     ]
-    *counts, fits = native.load().plan_shared_rows(
+    num_shared, num_shared_tokens, max_rank_tokens, fits = native.load().plan_shared_rows(
         unique_tokens,
         segment_ids,
         groups.num_rows,
@@ -178,7 +178,8 @@ def plan_shared_rows(
         out_of_range == "clip",
         *plan,
     )
-    return SharedRows(*counts, fits, *(plan if fits else ()))
+    arrays = plan if fits else ()
+    return SharedRows(num_shared, num_shared_tokens, max_rank_tokens, fits, *arrays)
 
 
 def _flat_ids(ids: np.ndarray) -> np.ndarray:

@@ -75,47 +75,70 @@ void ReadRows(std::span<const Id> ids, const SharedRowsSpec& spec,
 // The index of shared rows, seen from the slots of either step; -1 for rows
 // that only one of them has.
 struct SharedIndex {
-  std::int64_t num_rows;
+  std::int32_t num_rows = 0;
   std::unique_ptr<std::int32_t[]> of_updated;
   std::unique_ptr<std::int32_t[]> of_next;
 };
 
-// Walks through both ascending lists of rows. Writes as many of the shared rows
-// as there is room for.
+void RequireAscending(std::span<const std::int32_t> rows) {
+  std::int32_t last = -1;
+  for (std::size_t slot = 0; slot < rows.size(); ++slot) {
+    if (rows[slot] <= last) {
+      Refuse(StrCat("unique_tokens[", slot, "] is ", rows[slot], " after ",
+                    last, ": rows in use must be at least 0 and ascend: give ",
+                    "the groups as group_ids made them"));
+    }
+    last = rows[slot];
+  }
+}
+
+// Walks through both ascending lists of rows. Which of them goes on is as good
+// as random, so nothing branches on it.
 SharedIndex Intersect(std::span<const std::int32_t> updated,
-                      std::span<const std::int32_t> next,
-                      std::span<std::int32_t> rows) {
+                      std::span<const std::int32_t> next) {
   SharedIndex shared{
-      .num_rows = 0,
       .of_updated =
           std::make_unique_for_overwrite<std::int32_t[]>(updated.size()),
       .of_next = std::make_unique_for_overwrite<std::int32_t[]>(next.size())};
-  std::fill_n(shared.of_next.get(), next.size(), kNone);
+  std::size_t slot = 0;
   std::size_t next_slot = 0;
-  for (std::size_t slot = 0; slot < updated.size(); ++slot) {
+  std::int32_t num_rows = 0;
+  while (slot < updated.size() && next_slot < next.size()) {
     const std::int32_t row = updated[slot];
-    if (row < 0 || (slot > 0 && row <= updated[slot - 1])) {
-      Refuse(StrCat("unique_tokens[", slot, "] is ", row,
-                    ": rows in use must be at least 0 and ascend: give the "
-                    "groups as group_ids made them"));
-    }
-    while (next_slot < next.size() && next[next_slot] < row) ++next_slot;
-    const bool found = next_slot < next.size() && next[next_slot] == row;
-    shared.of_updated[slot] = kNone;
-    if (!found) continue;
-    const auto index = static_cast<std::size_t>(shared.num_rows++);
-    shared.of_updated[slot] = static_cast<std::int32_t>(index);
-    shared.of_next[next_slot] = static_cast<std::int32_t>(index);
-    if (index < rows.size()) rows[index] = row;
+    const std::int32_t next_row = next[next_slot];
+    const std::int32_t index = row == next_row ? num_rows : kNone;
+    shared.of_updated[slot] = index;
+    shared.of_next[next_slot] = index;
+    num_rows += static_cast<std::int32_t>(row == next_row);
+    slot += static_cast<std::size_t>(row <= next_row);
+    next_slot += static_cast<std::size_t>(next_row <= row);
   }
+  shared.num_rows = num_rows;
+  std::fill_n(shared.of_updated.get() + slot, updated.size() - slot, kNone);
+  std::fill_n(shared.of_next.get() + next_slot, next.size() - next_slot, kNone);
   return shared;
+}
+
+// Parts the rows, where there is room.
+void PartRows(std::span<const std::int32_t> updated, const SharedIndex& shared,
+              std::int32_t vocab_rows, const SharedRowsArrays& plan) {
+  std::ranges::fill(
+      plan.rows.subspan(static_cast<std::size_t>(shared.num_rows)), vocab_rows);
+  std::ranges::fill(plan.rest_unique.subspan(updated.size()), vocab_rows);
+  for (std::size_t slot = 0; slot < updated.size(); ++slot) {
+    const std::int32_t index = shared.of_updated[slot];
+    plan.rest_unique[slot] = index == kNone ? updated[slot] : vocab_rows;
+    if (index != kNone) plan.rows[index] = updated[slot];
+  }
 }
 
 // Parts the tokens of every rank. Writes as many of a rank's tokens in shared
 // rows as there is room for.
-void PartTokens(const UpdatedRows& updated, const std::int32_t* shared_index,
-                const SharedRowsSpec& spec, const SharedRowsArrays& plan,
-                SharedRowsCounts& counts) {
+SharedRowsCounts PartTokens(const UpdatedRows& updated,
+                            const std::int32_t* shared_index,
+                            const SharedRowsSpec& spec,
+                            const SharedRowsArrays& plan) {
+  SharedRowsCounts counts;
   const auto num_ranks = static_cast<std::size_t>(spec.num_ranks);
   const std::size_t rank_tokens = updated.segment_ids.size() / num_ranks;
   const std::size_t room = plan.tokens.size() / num_ranks;
@@ -150,8 +173,7 @@ void PartTokens(const UpdatedRows& updated, const std::int32_t* shared_index,
     counts.num_tokens += num_of_rank;
     counts.max_rank_tokens = std::max(counts.max_rank_tokens, num_of_rank);
   }
-  counts.fits =
-      counts.fits && counts.max_rank_tokens <= static_cast<std::int64_t>(room);
+  return counts;
 }
 
 }  // namespace
@@ -167,23 +189,21 @@ SharedRowsCounts PlanSharedRows(const UpdatedRows& updated,
       std::make_unique_for_overwrite<std::int32_t[]>(next_ids.size());
   const std::int64_t num_next = GroupRows(spec.vocab_rows, plan.next_index,
                                           {next_rows.get(), next_ids.size()});
-  const auto num_updated = static_cast<std::size_t>(updated.num_rows);
+  const auto updated_rows =
+      updated.unique_tokens.first(static_cast<std::size_t>(updated.num_rows));
+  RequireAscending(updated_rows);
   const SharedIndex shared = Intersect(
-      updated.unique_tokens.first(num_updated),
-      {next_rows.get(), static_cast<std::size_t>(num_next)}, plan.rows);
-  const auto num_shared = static_cast<std::size_t>(shared.num_rows);
-  SharedRowsCounts counts{.num_rows = shared.num_rows,
-                          .fits = num_shared <= plan.rows.size()};
-  PartTokens(updated, shared.of_updated.get(), spec, plan, counts);
+      updated_rows, {next_rows.get(), static_cast<std::size_t>(num_next)});
+  SharedRowsCounts counts =
+      PartTokens(updated, shared.of_updated.get(), spec, plan);
+  counts.num_rows = shared.num_rows;
+  counts.fits = counts.max_rank_tokens * spec.num_ranks <=
+                    static_cast<std::int64_t>(plan.tokens.size()) &&
+                counts.num_rows <= static_cast<std::int64_t>(plan.rows.size());
   if (!counts.fits) return counts;
-  std::ranges::fill(plan.rows.subspan(num_shared), spec.vocab_rows);
+  PartRows(updated_rows, shared, spec.vocab_rows, plan);
   for (std::int32_t& index : plan.next_index)
     index = index == kNone ? kNone : shared.of_next[index];
-  std::ranges::fill(plan.rest_unique, spec.vocab_rows);
-  for (std::size_t slot = 0; slot < num_updated; ++slot) {
-    if (shared.of_updated[slot] == kNone)
-      plan.rest_unique[slot] = updated.unique_tokens[slot];
-  }
   return counts;
 }
 
