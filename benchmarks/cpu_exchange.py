@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks import measure
 from benchmarks.exchange_forms import Exchange, make_exchanges, random_gradients
 from xrex.cuda.async_emb import async_emb
-from xrex.train import cpu_devices
+from xrex.train import devices
 
 _DEVICES = flags.DEFINE_integer("devices", 4, "Virtual CPU devices, one rank each.")
 _TOKENS = flags.DEFINE_integer("tokens", 65_536, "N, tokens of the global batch.")
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> None:
     """Prints the machine, the sizes, and a record for each kind of ids."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {argv[1:]}")
-    mesh = cpu_devices.cpu_mesh(_DEVICES.value)
+    mesh = devices.cpu_mesh(_DEVICES.value)
     ctx = async_emb.make_context_handle(
         mesh,
         "data",

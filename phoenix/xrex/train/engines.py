@@ -8,10 +8,11 @@ plain JAX nothing is in flight: the start computes the result and its pin carrie
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from xrex.cuda.async_emb import async_emb, plain_jax
@@ -26,7 +27,7 @@ _logger = logging.getLogger(__name__)
 class EmbeddingEngine(Protocol):
     """Lookups and updates in two halves, and the life of what runs them.
 
-    The first five are used while a program is traced, the others on the host.
+    Those up to `order_after` are used while a program is traced, the others on the host.
     """
 
     ctx: AsyncEmbContextHandle
@@ -59,6 +60,21 @@ class EmbeddingEngine(Protocol):
         self, optimizer: EmbeddingOptimizer, in_flight: Any, gate: jax.Array
     ) -> UpdateResult:
         """Ends an update, after `gate`."""
+        ...
+
+    def measure(
+        self,
+        optimizer: EmbeddingOptimizer,
+        update: GradientUpdate,
+        table: jax.Array,
+        state: Any,
+        *,
+        step: jax.Array,
+    ) -> tuple[jax.Array, GradientUpdate, jax.Array, Any]:
+        """The norm float32 [] that an update would report; and all arguments, changed in nothing.
+
+        What comes back of an update is to be used in place of what went in. Waits for its end.
+        """
         ...
 
     def order_after(
@@ -129,6 +145,31 @@ class NativeEngine:
     ) -> UpdateResult:
         """See `EmbeddingEngine`."""
         return optimizer.update_done(in_flight, gate, self.ctx)
+
+    def measure(
+        self,
+        optimizer: EmbeddingOptimizer,
+        update: GradientUpdate,
+        table: jax.Array,
+        state: Any,
+        *,
+        step: jax.Array,
+    ) -> tuple[jax.Array, GradientUpdate, jax.Array, Any]:
+        """See `EmbeddingEngine`."""
+        nothing = update._replace(pending=jnp.int32(0))
+        in_flight = optimizer.update_start(
+            nothing, table, state, step, self.ctx, step=step, learning_rate=0.0
+        )
+        result = optimizer.update_done(in_flight, step, self.ctx)
+        tokens, replicated = self.ctx.tokens_spec, PartitionSpec()
+        used = lookups.order_after(
+            in_flight.update,
+            result.pin,
+            self.ctx,
+            x_specs=GradientUpdate(tokens, tokens, replicated, replicated),  # type: ignore[arg-type]
+            pin_specs=tokens,
+        )
+        return result.norm, used, result.table, result.state
 
     def order_after(
         self, x: jax.Array, pin: jax.Array, x_spec: PartitionSpec, pin_spec: PartitionSpec
@@ -215,12 +256,33 @@ class PlainEngine:
         del optimizer, gate
         return in_flight.result
 
+    def measure(
+        self,
+        optimizer: EmbeddingOptimizer,
+        update: GradientUpdate,
+        table: jax.Array,
+        state: Any,
+        *,
+        step: jax.Array,
+    ) -> tuple[jax.Array, GradientUpdate, jax.Array, Any]:
+        """See `EmbeddingEngine`."""
+        result = plain_update(
+            optimizer,
+            update._replace(pending=jnp.int32(0)),
+            table,
+            state,
+            self.ctx,
+            step=step,
+            learning_rate=jnp.float32(0),
+        )
+        return result.norm, update, result.table, result.state
+
     def order_after(
         self, x: jax.Array, pin: jax.Array, x_spec: PartitionSpec, pin_spec: PartitionSpec
     ) -> jax.Array:
-        """See `EmbeddingEngine`."""
+        """See `EmbeddingEngine`. XLA may still not fuse across it."""
         del pin, x_spec, pin_spec
-        return x
+        return jax.lax.optimization_barrier(x)
 
     def open(self) -> None:
         """See `EmbeddingEngine`. There is nothing to open."""
@@ -240,6 +302,9 @@ class PlainEngine:
 
     def close(self) -> None:
         """See `EmbeddingEngine`. There is nothing to close."""
+
+
+EngineFactory = Callable[[AsyncEmbContextHandle], EmbeddingEngine]
 
 
 def select_engine(ctx: AsyncEmbContextHandle) -> EmbeddingEngine:

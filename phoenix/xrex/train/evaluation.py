@@ -1,4 +1,4 @@
-"""The loss function on a batch, without training: for evaluation."""
+"""Lookups without an update: for evaluation. They leave nothing in flight."""
 
 from __future__ import annotations
 
@@ -11,7 +11,18 @@ from xrex.train.engines import EmbeddingEngine
 from xrex.train.prepared_batch import DeviceBatch
 from xrex.train.train_state import TrainSetup
 
+LookupProgram = Callable[[jax.Array, DeviceBatch], tuple[jax.Array, Any]]
 EvaluationProgram = Callable[[jax.Array, Any, DeviceBatch], tuple[jax.Array, jax.Array, Any]]
+
+
+def lookup_program(setup: TrainSetup, engine: EmbeddingEngine) -> LookupProgram:
+    """A jitted (table, batch) -> (table, embeddings of the features). The table is donated."""
+
+    def lookup(table: jax.Array, batch: DeviceBatch) -> tuple[jax.Array, Any]:
+        table, embeddings = _look_up(engine, table, batch)
+        return table, batch.layout.split(embeddings)
+
+    return jax.jit(lookup, donate_argnums=0, out_shardings=(setup.table_sharding(), None))
 
 
 def evaluation_program(setup: TrainSetup, engine: EmbeddingEngine) -> EvaluationProgram:
@@ -20,9 +31,16 @@ def evaluation_program(setup: TrainSetup, engine: EmbeddingEngine) -> Evaluation
     def evaluate(
         table: jax.Array, dense_params: Any, batch: DeviceBatch
     ) -> tuple[jax.Array, jax.Array, Any]:
-        table, pin = engine.lookup_start(batch.ids, table, batch.ids)
-        embeddings, table = engine.lookup_done(table, pin)
-        loss, aux = setup.loss(dense_params, embeddings, batch.batch)
+        table, embeddings = _look_up(engine, table, batch)
+        loss, aux = setup.loss_fn(dense_params, batch.layout.split(embeddings), batch.batch)
         return table, loss, aux
 
     return jax.jit(evaluate, donate_argnums=0, out_shardings=(setup.table_sharding(), None, None))
+
+
+def _look_up(
+    engine: EmbeddingEngine, table: jax.Array, batch: DeviceBatch
+) -> tuple[jax.Array, jax.Array]:
+    table, pin = engine.lookup_start(batch.ids, table, batch.ids)
+    embeddings, table = engine.lookup_done(table, pin)
+    return table, embeddings

@@ -37,6 +37,8 @@ class TrainLog:
       train_secs: seconds spent on steps so far, the first step of the run left out.
 
     Attributes:
+      exposed_secs: seconds that steps stood still for the exchange so far, by purpose; set once the
+        step is there.
       loss_curve: (step, mean loss of the steps since the point before).
       auc_curve: (step, AUC over the latest training examples).
     """
@@ -49,6 +51,7 @@ class TrainLog:
         vocab_rows: int,
         train_secs: Callable[[], float],
     ) -> None:
+        self.exposed_secs: Callable[[], Mapping[str, float]] = dict
         self.loss_curve: list[tuple[int, float]] = []
         self.auc_curve: list[tuple[int, float]] = []
         self._writers, self._log_every = list(writers), log_every
@@ -59,6 +62,7 @@ class TrainLog:
         self._num_skipped = self._ids_out_of_range = 0
         self._is_first_step = True
         self._num_examples, self._secs_before = 0, 0.0
+        self._exposed_before: dict[str, float] = {}
         self._examples_per_sec = math.nan
         self._dropped_rows = 0
 
@@ -113,6 +117,7 @@ class TrainLog:
             self._close_interval(step, float(metrics.norm))
 
     def _close_interval(self, step: int, norm: float) -> None:
+        num_steps = len(self._losses)
         loss, auc = float(np.mean(self._losses)), self._running_auc.value()
         self.loss_curve.append((step, loss))
         self.auc_curve.append((step, auc))
@@ -132,8 +137,18 @@ class TrainLog:
                 "skipped_steps": self._num_skipped,
                 "ids_out_of_range": self._ids_out_of_range,
                 "dropped_rows": self._dropped_rows,
+                **self._exposed_secs_per_step(num_steps),
             }
         )
+
+    def _exposed_secs_per_step(self, num_steps: int) -> dict[str, float]:
+        """By purpose; an engine that was opened anew counts from zero."""
+        now, before = dict(self.exposed_secs()), self._exposed_before
+        self._exposed_before = now
+        return {
+            f"exposed_{purpose}_secs": max(0.0, secs - before.get(purpose, 0.0)) / num_steps
+            for purpose, secs in now.items()
+        }
 
     def __enter__(self) -> TrainLog:
         return self

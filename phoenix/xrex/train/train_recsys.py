@@ -20,15 +20,25 @@ from tqdm import tqdm
 from xrex.cuda.async_emb.async_emb import RankStats
 from xrex.train import datasets
 from xrex.train.config_file import apply_config_file
-from xrex.train.cpu_devices import cpu_mesh
 from xrex.train.criteo import CriteoFormat
 from xrex.train.data_files import ERROR, POLICIES
 from xrex.train.datasets import DataConfig, Dataset
+from xrex.train.devices import CPU, PLATFORMS, training_mesh
+from xrex.train.exact_schedule import SharedCounts
 from xrex.train.phase_timer import PhaseTimer
 from xrex.train.process_group import ProcessGroup, connect_processes
 from xrex.train.share_exchange import ShareExchangeError
+from xrex.train.staleness import EXACT, MODES, ONE_STEP, SharedCapacity
 from xrex.train.stop_signal import StopSignal
-from xrex.train.trainer import PIPELINED, SYNCHRONOUS, TrainConfig, Trainer, TrainReport
+from xrex.train.trainer import (
+    AUTO_ENGINE,
+    CONSTANT,
+    ENGINES,
+    LEARNING_RATE_SCHEDULES,
+    TrainConfig,
+    Trainer,
+    TrainReport,
+)
 
 _CONFIG = flags.DEFINE_string(
     "config",
@@ -91,14 +101,44 @@ _SHUFFLE_EXAMPLES = flags.DEFINE_integer(
 _PREFETCH_BATCHES = flags.DEFINE_integer(
     "prefetch_batches", 2, "Batches that are made ready ahead of the step.", lower_bound=1
 )
-_MODE = flags.DEFINE_enum(
-    "mode",
-    PIPELINED,
-    [PIPELINED, SYNCHRONOUS],
-    "pipelined: with the native engine, updates are applied one step late. synchronous: plain JAX, "
-    "one thing after the other, to compare with.",
+_STALENESS = flags.DEFINE_enum(
+    "staleness",
+    ONE_STEP,
+    MODES,
+    "Which updates the rows of a step have seen. one_step: those up to the step before the last, "
+    "the whole exchange hidden behind the model. exact: all, most of it hidden. synchronous: all, "
+    "nothing hidden.",
 )
-_DEVICES = flags.DEFINE_integer("devices", 4, "Virtual CPU devices of each process.", lower_bound=1)
+_ENGINE = flags.DEFINE_enum(
+    "engine",
+    AUTO_ENGINE,
+    ENGINES,
+    "auto: the native engine where it reaches all devices. plain: the same training in plain JAX, "
+    "to compare with.",
+)
+_SHARED_ROWS = flags.DEFINE_integer(
+    "shared_rows",
+    None,
+    "With --staleness=exact: rows that a step updates and the next one reads, for which there is "
+    "room; with more the step is as slow as a synchronous one. By default half of those that a "
+    "batch may have.",
+    lower_bound=1,
+)
+_SHARED_TOKENS = flags.DEFINE_integer(
+    "shared_tokens",
+    None,
+    "As --shared_rows, for the tokens in such rows on one device. By default all tokens.",
+    lower_bound=1,
+)
+_PLATFORM = flags.DEFINE_enum(
+    "platform", CPU, PLATFORMS, "Train on virtual CPU devices, or on the GPUs of each process."
+)
+_DEVICES = flags.DEFINE_integer(
+    "devices",
+    None,
+    "Devices of each process. By default 4 virtual CPU devices, or all GPUs.",
+    lower_bound=1,
+)
 _DISTRIBUTED = flags.DEFINE_bool(
     "distributed",
     False,
@@ -134,6 +174,31 @@ _LEARNING_RATE = flags.DEFINE_float(
 )
 _DENSE_LEARNING_RATE = flags.DEFINE_float(
     "dense_learning_rate", 1e-3, "Of the MLP, by Adam.", lower_bound=0.0
+)
+_LEARNING_RATE_SCHEDULE = flags.DEFINE_enum(
+    "learning_rate_schedule",
+    CONSTANT,
+    LEARNING_RATE_SCHEDULES,
+    "How both learning rates change with the step: not at all, or along a cosine to zero at "
+    "--decay_steps.",
+)
+_WARMUP_STEPS = flags.DEFINE_integer(
+    "warmup_steps", 0, "Steps over which both learning rates rise from zero.", lower_bound=0
+)
+_DECAY_STEPS = flags.DEFINE_integer(
+    "decay_steps",
+    None,
+    "With --learning_rate_schedule=cosine: its steps, those of the warm-up included.",
+    lower_bound=1,
+)
+_MAX_GRAD_NORM = flags.DEFINE_float(
+    "max_grad_norm",
+    None,
+    "Scale gradients down to this norm, that of the MLP's and the table's together.",
+    lower_bound=0.0,
+)
+_SKIP_NONFINITE = flags.DEFINE_bool(
+    "skip_nonfinite", True, "Let a step with NaN or infinite gradients change nothing at all."
 )
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Folder for all that is written. By default a new temporary folder."
@@ -202,6 +267,8 @@ def describe_report(report: TrainReport, seconds: Mapping[str, float]) -> str:
         lines.append(f"  {phase:16}{spent:8.1f} s {share:7.1%}")
     if report.counters:
         lines += ["", "Embedding engine:", *_describe_counters(report.counters)]
+    if report.shared is not None and report.shared.steps:
+        lines += _describe_shared(report.shared)
     lines += ["", "Written:"]
     lines += [f"  {purpose:12}{path}" for purpose, path in report.files.items()]
     return "\n".join(lines)
@@ -218,6 +285,14 @@ def _describe_counters(counters: Mapping[int, RankStats]) -> list[str]:
         f"  {sum(rank.ids_out_of_range for rank in ranks)} ids out of range, "
         f"{sum(rank.bytes_sent for rank in ranks) / 1e6:.0f} MB exchanged, "
         f"{wait_secs:.1f} s waited per rank",
+    ]
+
+
+def _describe_shared(shared: SharedCounts) -> list[str]:
+    return [
+        f"  {shared.rows / shared.steps:.0f} rows and {shared.tokens / shared.steps:.0f} tokens a "
+        f"step shared with the next one, {shared.long_way_steps} of {shared.steps} steps without "
+        "room for them",
     ]
 
 
@@ -239,10 +314,23 @@ def _data_config(num_processes: int) -> DataConfig:
     )
 
 
+def _shared_capacity() -> SharedCapacity | None:
+    rows, tokens = _SHARED_ROWS.value, _SHARED_TOKENS.value
+    if rows is None and tokens is None:
+        return None
+    if _STALENESS.value != EXACT:
+        raise ValueError("--shared_rows and --shared_tokens are of use with --staleness=exact")
+    if rows is None or tokens is None:
+        raise ValueError("--shared_rows and --shared_tokens belong together; give both")
+    return SharedCapacity(rows=rows, tokens_per_rank=tokens)
+
+
 def _train_config() -> TrainConfig:
     return TrainConfig(
         dataset=_DATASET.value,
-        mode=_MODE.value,
+        staleness=_STALENESS.value,
+        engine=_ENGINE.value,
+        shared=_shared_capacity(),
         batch_size=_BATCH_SIZE.value,
         num_epochs=None if _STEPS.value else _EPOCHS.value,
         end_step=_STEPS.value,
@@ -251,6 +339,11 @@ def _train_config() -> TrainConfig:
         emb_width=_EMB_WIDTH.value,
         learning_rate=_LEARNING_RATE.value,
         dense_learning_rate=_DENSE_LEARNING_RATE.value,
+        learning_rate_schedule=_LEARNING_RATE_SCHEDULE.value,
+        warmup_steps=_WARMUP_STEPS.value,
+        decay_steps=_DECAY_STEPS.value,
+        max_grad_norm=_MAX_GRAD_NORM.value,
+        skip_nonfinite=_SKIP_NONFINITE.value,
         shuffle_examples=_SHUFFLE_EXAMPLES.value,
         prefetch_batches=_PREFETCH_BATCHES.value,
         checkpoint_every=_CHECKPOINT_EVERY.value,
@@ -305,10 +398,10 @@ def _run() -> None:
     with timer.phase("data set"):
         dataset = datasets.load_dataset(_data_config(processes.num_processes))
     config = _train_config()
-    mesh = cpu_mesh(_DEVICES.value)
+    mesh = training_mesh(_PLATFORM.value, _DEVICES.value)
     tell(
-        f"{config.dataset}: {_describe_sizes(dataset)}; {config.mode} training on {mesh.size} CPU "
-        f"devices, seed {config.seed}"
+        f"{config.dataset}: {_describe_sizes(dataset)}; {config.staleness} training on {mesh.size} "
+        f"{_PLATFORM.value.upper()} devices, seed {config.seed}"
     )
     with StopSignal() as stop:
         trainer = Trainer(

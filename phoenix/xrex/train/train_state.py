@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from xrex.cuda.async_emb.async_emb import AsyncEmbContextHandle
 from xrex.optimizers.recsys import EmbeddingOptimizer
 
-LossFn = Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
+LossFn = Callable[[Any, Any, Any], tuple[jax.Array, Any]]
 TokensFn = Callable[[Any], tuple[Any, Any]]
 
 
@@ -43,13 +44,18 @@ class StepMetrics(NamedTuple):
     Attributes:
       loss: float32 [].
       aux: second result of the loss function.
-      norm: float32 [], norm of the sparse gradients that were applied beside this step.
-      skipped: bool [], the step failed and changed neither table nor dense parameters.
+      norm: float32 [], norm of the sparse gradients that were last applied to the table: those of
+        this step if it is synchronous, else those of the step before.
+      grad_norm: float32 [], norm of all gradients of this step, dense ones and summed sparse ones,
+        before they were clipped; NaN where `TrainSetup.max_grad_norm` does not ask for it.
+      skipped: bool [], the step's gradients change neither table nor dense parameters, because they
+        are not finite or the engine failed.
     """
 
     loss: jax.Array
     aux: Any
     norm: jax.Array
+    grad_norm: jax.Array
     skipped: jax.Array
 
 
@@ -65,13 +71,21 @@ class TrainSetup:
     Attributes:
       ctx: sizes and mesh. One batch has `ctx.tokens_per_batch` tokens.
       vocab_rows: V, rows of the table.
-      loss_fn: (dense_params, embeddings bf16 [B, F, W], batch) -> (loss f32 [], aux). Pure JAX over
-        global arrays.
+      loss_fn: (dense_params, embeddings, batch) -> (loss f32 [], aux). Pure JAX over global arrays.
+        The embeddings are bf16 and of the ids' pytree: [B, F, W] for ids [B, F].
       dense_optimizer: for the parameters of `loss_fn`.
       embedding_optimizer: for the table.
       learning_rate: of the embedding optimizer; a float, or an optax schedule of the step number.
-      tokens: batch -> (ids integer [B, F], mask bool [B, F]); where the mask is False the token
-        takes no part in the update. By default the attributes `ids` and `mask`.
+      tokens: batch -> (ids, mask). The ids are a pytree of integer arrays [B, ...], by default the
+        attribute `ids` [B, F]; the mask is bool, of the same pytree and shapes, by default the
+        attribute `mask`. Where it is False the token takes no part in the update; None: all do.
+      max_grad_norm: gradients are scaled by min(1, max_grad_norm / norm), the norm being that of
+        all dense gradients and of the sparse ones summed by row. None: they are left alone. The
+        sparse norm is reduced before anything is updated, on the critical path.
+      skip_nonfinite: whether a step with a loss or gradients that are not finite changes nothing at
+        all. If not, only the embedding optimizer skips what is not finite.
+      refuse_out_of_range: whether an id outside the table, after one wrap of negative ids, is a
+        ValueError. If not it is counted, and treated as `ctx.options.out_of_range` says.
     """
 
     ctx: AsyncEmbContextHandle
@@ -81,6 +95,17 @@ class TrainSetup:
     embedding_optimizer: EmbeddingOptimizer
     learning_rate: float | Callable[[jax.Array], Any]
     tokens: TokensFn = ids_and_mask
+    max_grad_norm: float | None = None
+    skip_nonfinite: bool = True
+    refuse_out_of_range: bool = False
+
+    def __post_init__(self) -> None:
+        limit = self.max_grad_norm
+        if limit is not None and not (0 < limit < math.inf):
+            raise ValueError(
+                f"max_grad_norm={limit!r}; it must be positive and finite: None leaves the "
+                "gradients alone"
+            )
 
     def learning_rate_at(self, step: jax.Array) -> jax.Array:
         """The embedding optimizer's learning rate for the gradients of a step, float32 []."""
@@ -98,12 +123,6 @@ class TrainSetup:
     def table_sharding(self) -> NamedSharding:
         """Columns over the table axes."""
         return NamedSharding(self.ctx.mesh, self.ctx.table_spec)
-
-    def loss(self, dense_params: Any, embeddings: jax.Array, batch: Any) -> tuple[jax.Array, Any]:
-        """The loss function on embeddings bf16 [N, W], grouped by example for it."""
-        num_examples = jax.tree.leaves(batch)[0].shape[0]
-        grouped = embeddings.reshape(num_examples, -1, self.ctx.emb_width)
-        return self.loss_fn(dense_params, grouped, batch)
 
     def apply_dense(
         self, state: TrainState, grads: Any, keep_old: jax.Array | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -19,20 +20,23 @@ from xrex.train.batch_stream import BatchStream
 from xrex.train.checkpoint import Checkpoints
 from xrex.train.data_pipeline import DataPipeline, StepInput
 from xrex.train.datasets import Dataset
+from xrex.train.engines import PlainEngine, select_engine
+from xrex.train.exact_schedule import SharedCounts
 from xrex.train.metrics import MetricsFile, auc, log_loss
 from xrex.train.model import MlpRanker
 from xrex.train.phase_timer import PhaseTimer
-from xrex.train.pipelined_step import PipelinedTrainStep
 from xrex.train.plot import save_curves
-from xrex.train.prepared_batch import PreparedBatch
+from xrex.train.prepared_batch import PreparedBatch, prepare_batch
 from xrex.train.process_group import ProcessGroup
-from xrex.train.synchronous_step import SynchronousTrainStep
+from xrex.train.staleness import SharedCapacity
 from xrex.train.train_log import MetricsWriter, TrainLog
 from xrex.train.train_state import TrainSetup, TrainState
+from xrex.train.train_step import TrainStep
 
-PIPELINED, SYNCHRONOUS = "pipelined", "synchronous"
-
-TrainStep = PipelinedTrainStep | SynchronousTrainStep
+AUTO_ENGINE, PLAIN_ENGINE = "auto", "plain"
+ENGINES = (AUTO_ENGINE, PLAIN_ENGINE)
+CONSTANT, COSINE = "constant", "cosine"
+LEARNING_RATE_SCHEDULES = (CONSTANT, COSINE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +45,9 @@ class TrainConfig:
 
     Attributes:
       dataset: name of the data set, for titles and to tell checkpoints apart.
-      mode: PIPELINED, or SYNCHRONOUS for the same training in plain JAX.
+      staleness: name of a mode; see `TrainStep`.
+      engine: AUTO_ENGINE, or PLAIN_ENGINE for the same training in plain JAX.
+      shared: capacity of the mode EXACT; None for its default, and in other modes.
       batch_size: examples of the global batch.
       num_epochs: passes over the training data, those before a resume included; None for no end.
       end_step: steps to train, those before a resume included; None to end with the epochs.
@@ -50,6 +56,11 @@ class TrainConfig:
       emb_width: W.
       learning_rate: of the embedding table (rowwise Adagrad).
       dense_learning_rate: of the MLP (Adam).
+      learning_rate_schedule: CONSTANT, or COSINE: both rates fall to zero along a cosine.
+      warmup_steps: steps over which both rates first rise from zero.
+      decay_steps: steps of COSINE in all, those of the warm-up included.
+      max_grad_norm: see `TrainSetup`.
+      skip_nonfinite: see `TrainSetup`.
       shuffle_examples: training examples that are shuffled among each other, at least.
       prefetch_batches: batches that are made ready ahead.
       checkpoint_every: steps between two checkpoints, each with an evaluation; None for one at the
@@ -60,7 +71,9 @@ class TrainConfig:
     """
 
     dataset: str
-    mode: str
+    staleness: str
+    engine: str
+    shared: SharedCapacity | None
     batch_size: int
     num_epochs: int | None
     end_step: int | None
@@ -69,6 +82,11 @@ class TrainConfig:
     emb_width: int
     learning_rate: float
     dense_learning_rate: float
+    learning_rate_schedule: str
+    warmup_steps: int
+    decay_steps: int | None
+    max_grad_norm: float | None
+    skip_nonfinite: bool
     shuffle_examples: int
     prefetch_batches: int
     checkpoint_every: int | None
@@ -79,6 +97,11 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.num_epochs is None and self.end_step is None:
             raise ValueError("neither num_epochs nor end_step is given; a run needs one to end")
+        if self.learning_rate_schedule == COSINE and (self.decay_steps or 0) <= self.warmup_steps:
+            raise ValueError(
+                f"decay_steps={self.decay_steps} and warmup_steps={self.warmup_steps}; a cosine "
+                "schedule needs to know its steps in all, more than those of the warm-up"
+            )
 
     def identity(self) -> dict[str, Any]:
         """The settings that a resumed run must share with the run it goes on from."""
@@ -86,6 +109,7 @@ class TrainConfig:
             "num_epochs",
             "end_step",
             "prefetch_batches",
+            "shared",
             "checkpoint_every",
             "keep_checkpoints",
             "log_every",
@@ -116,6 +140,7 @@ class TrainReport:
       test: metrics over the test part; None if stopped.
       dropped_rows: malformed rows that were left out of the training data.
       counters: the engine's counters by rank; empty without the native engine.
+      shared: what the steps of the mode EXACT shared; None in other modes.
       files: what was written: purpose -> path.
     """
 
@@ -126,6 +151,7 @@ class TrainReport:
     test: Evaluation | None
     dropped_rows: int
     counters: Mapping[int, async_emb.RankStats]
+    shared: SharedCounts | None
     files: Mapping[str, Path]
 
 
@@ -206,6 +232,7 @@ class Trainer:
         )
         log = self._make_log(files)
         with log, checkpoints, self._make_step() as step, self._make_pipeline(step) as data:
+            log.exposed_secs = step.exposed_secs
             run = _Run(step, data, log, checkpoints)
             with timer.phase("initial state"):
                 state = step.init(self._model.init(config.seed), _initial_table(config))
@@ -218,14 +245,14 @@ class Trainer:
             if not stopped:
                 state, valid = self._evaluate(run, state, "valid")
                 state, test = self._evaluate(run, state, "test")
-            counters = step.counters()
+            counters, shared = step.counters(), step.shared_counts()
         end_step = int(state.step)
         if test is not None and self._processes.is_first:
             files["plot"] = self._workdir / "training.png"
             with timer.phase("plot"):
                 self._plot(files["plot"], log, end_step, test)
         return TrainReport(
-            first_step, end_step, stopped, valid, test, self._dropped_rows, counters, files
+            first_step, end_step, stopped, valid, test, self._dropped_rows, counters, shared, files
         )
 
     def _make_log(self, files: dict[str, Path]) -> TrainLog:
@@ -252,9 +279,13 @@ class Trainer:
         return seconds.get("data", 0.0) + seconds.get("steps", 0.0)
 
     def _make_step(self) -> TrainStep:
-        if self._config.mode == PIPELINED:
-            return PipelinedTrainStep(self._setup)
-        return SynchronousTrainStep(self._setup)
+        config = self._config
+        return TrainStep(
+            self._setup,
+            config.staleness,
+            shared=config.shared,
+            make_engine=PlainEngine if config.engine == PLAIN_ENGINE else select_engine,
+        )
 
     def _make_pipeline(self, step: TrainStep) -> DataPipeline[PreparedBatch]:
         config = self._config
@@ -333,7 +364,11 @@ class Trainer:
         stream = BatchStream(reader, config.batch_size, num_epochs=1, exchange=exchange)
         with (
             self._timer.phase("evaluation"),
-            DataPipeline(stream, run.step.prepare, depth=config.prefetch_batches) as data,
+            DataPipeline(
+                stream,
+                functools.partial(prepare_batch, self._setup),
+                depth=config.prefetch_batches,
+            ) as data,
         ):
             for item in data:
                 state, _, batch_logits = run.step.evaluate(state, item.batch)
@@ -355,7 +390,7 @@ class Trainer:
         config = self._config
         save_curves(
             path,
-            f"{config.dataset}, {config.mode}, batch {config.batch_size}, seed {config.seed}: "
+            f"{config.dataset}, {config.staleness}, batch {config.batch_size}, seed {config.seed}: "
             f"test AUC {test.auc:.4f}",
             loss={
                 "train": log.loss_curve,
@@ -393,10 +428,24 @@ def _make_setup(config: TrainConfig, dataset: Dataset, mesh: Mesh, model: MlpRan
         ctx=ctx,
         vocab_rows=config.table_rows,
         loss_fn=loss_fn,
-        dense_optimizer=optax.adam(config.dense_learning_rate),
+        dense_optimizer=optax.adam(_schedule(config, config.dense_learning_rate)),
         embedding_optimizer=RowwiseAdagrad(initial_accumulator=0.01, eps=1e-8, decay_factor=1.0),
-        learning_rate=config.learning_rate,
+        learning_rate=_schedule(config, config.learning_rate),
+        max_grad_norm=config.max_grad_norm,
+        skip_nonfinite=config.skip_nonfinite,
     )
+
+
+def _schedule(config: TrainConfig, peak: float) -> optax.Schedule:
+    """The learning rate by step, with `peak` as its highest value."""
+    if config.learning_rate_schedule == COSINE:
+        assert config.decay_steps is not None  # checked with the settings
+        return optax.warmup_cosine_decay_schedule(
+            0.0 if config.warmup_steps else peak, peak, config.warmup_steps, config.decay_steps
+        )
+    if config.warmup_steps:
+        return optax.linear_schedule(0.0, peak, config.warmup_steps)
+    return optax.constant_schedule(peak)
 
 
 def _initial_table(config: TrainConfig) -> np.ndarray:

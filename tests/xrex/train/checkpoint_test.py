@@ -8,18 +8,18 @@ import pytest
 from tests.xrex.train import helpers
 from xrex.train.batches import look_ahead
 from xrex.train.checkpoint import CheckpointConfigError, Checkpoints
-from xrex.train.pipelined_step import PipelinedTrainStep
-from xrex.train.synchronous_step import SynchronousTrainStep
+from xrex.train.staleness import SYNCHRONOUS
 from xrex.train.train_state import TrainState
+from xrex.train.train_step import TrainStep
 
 SETUP = helpers.toy_setup(helpers.LAZY)
 BATCHES = [helpers.toy_batch(seed) for seed in range(7)]
-AT_REST = SynchronousTrainStep(SETUP)  # has nothing to flush
+AT_REST = TrainStep(SETUP, SYNCHRONOUS)  # has nothing to flush
 CONFIG = {"table_rows": helpers.VOCAB_ROWS}
 
 
 def fresh_state() -> TrainState:
-    return PipelinedTrainStep(SETUP).init(helpers.toy_params(), helpers.toy_table())
+    return TrainStep(SETUP).init(helpers.toy_params(), helpers.toy_table())
 
 
 def state_at(step: int) -> TrainState:
@@ -34,7 +34,7 @@ def run(step: Any, state: TrainState, batches: list[helpers.ToyBatch]) -> TrainS
 
 @pytest.mark.parametrize("save_after", [1, 3])
 def test_resumed_run_equals_the_run_that_saved_and_went_on(tmp_path: Path, save_after: int) -> None:
-    with PipelinedTrainStep(SETUP) as step, Checkpoints(tmp_path, CONFIG) as checkpoints:
+    with TrainStep(SETUP) as step, Checkpoints(tmp_path, CONFIG) as checkpoints:
         state = fresh_state()
         # The save comes in the middle: a lookup is armed, an update deferred.
         for batch, next_batch in look_ahead(BATCHES[: save_after + 1]):
@@ -42,7 +42,7 @@ def test_resumed_run_equals_the_run_that_saved_and_went_on(tmp_path: Path, save_
                 state, _ = step.step(state, batch, next_batch)
         state = checkpoints.save(step, state)
         went_on = helpers.host_copy(run(step, state, BATCHES[save_after:]))
-    with PipelinedTrainStep(SETUP) as step, Checkpoints(tmp_path, CONFIG) as checkpoints:
+    with TrainStep(SETUP) as step, Checkpoints(tmp_path, CONFIG) as checkpoints:
         state = checkpoints.restore(fresh_state())
         assert int(state.step) == save_after
         resumed = helpers.host_copy(run(step, state, BATCHES[save_after:]))
@@ -60,11 +60,11 @@ def test_restored_arrays_have_the_shardings_of_the_run(tmp_path: Path) -> None:
 def test_checkpoint_goes_on_with_equal_values_on_fewer_devices(
     tmp_path: Path, num_devices: int
 ) -> None:
-    with PipelinedTrainStep(SETUP) as step, Checkpoints(tmp_path, CONFIG) as checkpoints:
+    with TrainStep(SETUP) as step, Checkpoints(tmp_path, CONFIG) as checkpoints:
         state = checkpoints.save(step, run(step, fresh_state(), BATCHES[:3]))
         went_on = helpers.host_copy(run(step, state, BATCHES[3:]))
     setup = helpers.toy_setup(helpers.LAZY, num_devices=num_devices)
-    with PipelinedTrainStep(setup) as step, Checkpoints(tmp_path, CONFIG) as checkpoints:
+    with TrainStep(setup) as step, Checkpoints(tmp_path, CONFIG) as checkpoints:
         state = checkpoints.restore(step.init(helpers.toy_params(), helpers.toy_table()))
         resumed = helpers.host_copy(run(step, state, BATCHES[3:]))
     helpers.assert_same_states(resumed, went_on)

@@ -9,10 +9,11 @@ import pytest
 from tests.xrex.train import helpers
 from xrex.train.batches import look_ahead
 from xrex.train.engines import NativeEngine
-from xrex.train.pipeline_programs import PipelinePrograms, nothing_deferred
-from xrex.train.pipelined_step import PipelinedTrainStep
+from xrex.train.one_step_schedule import OneStepSchedule
 from xrex.train.prepared_batch import prepare_batch
+from xrex.train.schedule import nothing_deferred
 from xrex.train.train_state import init_state
+from xrex.train.train_step import TrainStep
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -20,10 +21,12 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 def advance_and_arguments(loss_fn: Any = helpers.toy_loss, params: Any = None) -> tuple[Any, Any]:
     setup = helpers.toy_setup(helpers.LAZY, loss_fn=loss_fn)
     state = init_state(setup, params or helpers.toy_params(), helpers.toy_table())
-    programs = PipelinePrograms(setup, NativeEngine(setup.ctx), state)
-    arrays = prepare_batch(setup, helpers.toy_batch(0)).arrays
+    schedule = OneStepSchedule(setup, NativeEngine(setup.ctx))
+    batch = prepare_batch(setup, helpers.toy_batch(0))
+    schedule.compile(state, batch)
+    arrays = batch.arrays
     pin = jax.device_put(jnp.zeros(setup.ctx.group_size), setup.token_sharding())
-    return programs.advance, (state, nothing_deferred(setup), pin, arrays, arrays.ids)
+    return schedule._advance, (state, nothing_deferred(setup), pin, arrays, arrays.ids)
 
 
 def matrix_loss(params: Any, embeddings: jax.Array, batch: helpers.ToyBatch) -> Any:
@@ -94,7 +97,7 @@ def test_nothing_compiles_after_the_second_step(compilations: list[str]) -> None
         return 0.1 / step
 
     batches = [helpers.toy_batch(seed) for seed in range(12)]
-    with PipelinedTrainStep(helpers.toy_setup(helpers.LAZY, learning_rate=schedule)) as step:
+    with TrainStep(helpers.toy_setup(helpers.LAZY, learning_rate=schedule)) as step:
         state = step.init(helpers.toy_params(), helpers.toy_table())
         for number, (batch, next_batch) in enumerate(look_ahead(batches), start=1):
             if next_batch is None:

@@ -12,7 +12,8 @@ from xrex.train.data_pipeline import DataPipeline
 from xrex.train.features import ExampleSet, FeatureLayout, Field
 from xrex.train.prepared_batch import PreparedBatch
 from xrex.train.readers import ArrayReader, Block
-from xrex.train.synchronous_step import SynchronousTrainStep
+from xrex.train.staleness import SYNCHRONOUS
+from xrex.train.train_step import TrainStep
 
 EXAMPLES = ExampleSet(
     FeatureLayout((Field("only"),)),
@@ -108,7 +109,7 @@ def test_batches_are_put_on_the_devices_ahead_of_their_step() -> None:
         np.ones((16, helpers.NUM_TOKENS), np.bool_),
         np.zeros(16, np.float32),
     )
-    step = SynchronousTrainStep(helpers.toy_setup())
+    step = TrainStep(helpers.toy_setup(), SYNCHRONOUS)
     stream = BatchStream(ArrayReader(examples), helpers.NUM_EXAMPLES, num_epochs=1)
     pipeline: DataPipeline[PreparedBatch] = DataPipeline(stream, step.prepare)
     with pipeline as data:

@@ -8,9 +8,9 @@ from tests.xrex.train import helpers
 from xrex.cuda.async_emb import async_emb
 from xrex.train.batches import look_ahead
 from xrex.train.engines import NativeEngine, PlainEngine, select_engine
-from xrex.train.pipelined_step import PipelinedTrainStep
-from xrex.train.synchronous_step import SynchronousTrainStep
+from xrex.train.staleness import SYNCHRONOUS
 from xrex.train.train_state import TrainState
+from xrex.train.train_step import TrainStep
 
 BATCHES = [helpers.toy_batch(seed) for seed in range(8)]
 # Sums in another order move a row, of values below 4, by a bfloat16 step of 2**-8 in each update.
@@ -39,13 +39,13 @@ def assert_close(actual: TrainState, expected: TrainState) -> None:
 @pytest.mark.parametrize("optimizer", [helpers.EAGER, helpers.LAZY], ids=["eager", "lazy"])
 def test_plain_path_follows_the_same_schedule(optimizer: Any) -> None:
     setup = helpers.toy_setup(optimizer, learning_rate=LEARNING_RATE)
-    plain = train(PipelinedTrainStep(setup, PlainEngine(setup.ctx)), BATCHES)
-    assert_close(plain, train(PipelinedTrainStep(setup, NativeEngine(setup.ctx)), BATCHES))
+    plain = train(TrainStep(setup, make_engine=PlainEngine), BATCHES)
+    assert_close(plain, train(TrainStep(setup, make_engine=NativeEngine), BATCHES))
 
 
 def test_plain_path_opens_no_context() -> None:
     setup = helpers.toy_setup()
-    with PipelinedTrainStep(setup, PlainEngine(setup.ctx)) as step:
+    with TrainStep(setup, make_engine=PlainEngine) as step:
         state = step.init(helpers.toy_params(), helpers.toy_table())
         step.step(state, BATCHES[0], BATCHES[1])
         assert step.counters() == {}
@@ -54,8 +54,8 @@ def test_plain_path_opens_no_context() -> None:
 
 def test_synchronous_steps_equal_pipelined_ones_that_are_flushed_after_each() -> None:
     setup = helpers.toy_setup(helpers.LAZY, learning_rate=LEARNING_RATE)
-    synchronous = train(SynchronousTrainStep(setup), BATCHES)
-    with PipelinedTrainStep(setup) as step:
+    synchronous = train(TrainStep(setup, SYNCHRONOUS, make_engine=PlainEngine), BATCHES)
+    with TrainStep(setup) as step:
         state = step.init(helpers.toy_params(), helpers.toy_table())
         for batch in BATCHES:
             state, _ = step.step(state, batch)
@@ -65,8 +65,10 @@ def test_synchronous_steps_equal_pipelined_ones_that_are_flushed_after_each() ->
 
 def test_staleness_makes_a_difference() -> None:
     setup = helpers.toy_setup(learning_rate=LEARNING_RATE)
-    pipelined = helpers.host_copy(train(PipelinedTrainStep(setup), BATCHES).table)
-    synchronous = helpers.host_copy(train(SynchronousTrainStep(setup), BATCHES).table)
+    pipelined = helpers.host_copy(train(TrainStep(setup), BATCHES).table)
+    synchronous = helpers.host_copy(
+        train(TrainStep(setup, SYNCHRONOUS, make_engine=PlainEngine), BATCHES).table
+    )
     difference = np.abs(pipelined.astype(np.float32) - synchronous.astype(np.float32))
     assert difference.max() > 4 * ROUNDING
 
@@ -74,7 +76,7 @@ def test_staleness_makes_a_difference() -> None:
 def test_synchronous_evaluation_equals_the_pipelined_one() -> None:
     setup = helpers.toy_setup()
     losses = []
-    for step in (SynchronousTrainStep(setup), PipelinedTrainStep(setup)):
+    for step in (TrainStep(setup, SYNCHRONOUS, make_engine=PlainEngine), TrainStep(setup)):
         with step:
             state = step.init(helpers.toy_params(), helpers.toy_table())
             _, loss, rows = step.evaluate(state, BATCHES[0])
@@ -97,7 +99,7 @@ def test_optimizer_without_a_plain_form_is_refused() -> None:
         def init_state(self, ctx: Any, vocab_rows: int) -> Any:
             return helpers.EAGER.init_state(ctx, vocab_rows)
 
-    step = SynchronousTrainStep(helpers.toy_setup(Unknown()))
+    step = TrainStep(helpers.toy_setup(Unknown()), SYNCHRONOUS, make_engine=PlainEngine)
     state = step.init(helpers.toy_params(), helpers.toy_table())
     with pytest.raises(TypeError, match="no plain JAX form of Unknown"):
         step.step(state, BATCHES[0])

@@ -1,6 +1,6 @@
 """A training setup small enough for an exact oracle of its schedule."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,7 @@ def toy_setup(
     *,
     loss_fn: Any = toy_loss,
     num_devices: int | None = None,
+    out_of_range: Literal["clip", "zero"] = "clip",
     **changes: Any,
 ) -> TrainSetup:
     """A setup over the first devices, by default all; `changes` replace fields of the setup."""
@@ -71,7 +72,7 @@ def toy_setup(
         emb_width=EMB_WIDTH,
         num_unique=NUM_EXAMPLES * NUM_TOKENS,
         num_devices_per_node=mesh.size,
-        options=async_emb.AsyncEmbOptions(deterministic=True),
+        options=async_emb.AsyncEmbOptions(deterministic=True, out_of_range=out_of_range),
     )
     fields = {
         "ctx": ctx,

@@ -7,7 +7,7 @@ import numpy as np
 from tests.xrex.processes import run_in_processes
 from tests.xrex.train import helpers
 from xrex.train.batches import look_ahead
-from xrex.train.pipelined_step import PipelinedTrainStep
+from xrex.train.train_step import TrainStep
 
 NUM_PROCESSES, DEVICES_PER_PROCESS = 2, 2
 BATCHES = [helpers.toy_batch(seed) for seed in range(6)]
@@ -33,7 +33,7 @@ def train_and_check() -> None:
     oracle = helpers.make_oracle(setup, BATCHES, helpers.toy_table())
     records = Records()
     logging.getLogger("xrex").addHandler(records)
-    with PipelinedTrainStep(setup) as step:
+    with TrainStep(setup) as step:
         state = step.init(helpers.toy_params(), helpers.toy_table())
         for batch, next_batch in look_ahead(BATCHES):
             state, _ = step.step(state, batch, next_batch)

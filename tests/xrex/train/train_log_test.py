@@ -42,7 +42,8 @@ def batch_and_metrics(
     labels = np.array([0, 1, 1, 0], np.float32)
     weights = np.array([1, 1, 1, 0], np.float32)
     logits = np.array([0.0, 1.0, -1.0, 100.0], np.float32)
-    values: Any = (np.float32(loss), logits, np.float32(2.5), np.bool_(skipped))
+    nan = np.float32("nan")
+    values: Any = (np.float32(loss), logits, np.float32(2.5), nan, np.bool_(skipped))
     batch = Batch(np.array(ids)[:, None], weights[:, None] > 0, labels, weights)
     return batch, StepMetrics(*values)
 
@@ -105,6 +106,21 @@ def test_ids_out_of_range_are_counted_without_padding() -> None:
         log.add(2, *batch_and_metrics(1.0, ids=(-VOCAB_ROWS - 1, VOCAB_ROWS, 0, 0)))
         log.read_all()
     assert [record["ids_out_of_range"] for record in written.records] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("second_total", "second_mean"), [(5.0, 0.5), (1.0, 0.0)], ids=["goes_on", "opened_anew"]
+)
+def test_exposed_time_is_a_mean_over_the_steps_since_the_record_before(
+    second_total: float, second_mean: float
+) -> None:
+    totals, written = iter([4.0, second_total]), Records()
+    with make_log(written, log_every=2) as log:
+        log.exposed_secs = lambda: {"lookup": next(totals)}
+        for step in range(1, 5):
+            log.add(step, *batch_and_metrics(1.0))
+        log.read_all()
+    assert [record["exposed_lookup_secs"] for record in written.records] == [2.0, second_mean]
 
 
 def test_nothing_is_shown_before_the_first_record() -> None:

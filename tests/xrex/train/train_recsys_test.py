@@ -105,6 +105,8 @@ def test_training_records_hold_the_metrics(whole_run: tuple[Path, Outcome]) -> N
         "skipped_steps",
         "ids_out_of_range",
         "dropped_rows",
+        "exposed_lookup_secs",
+        "exposed_update_secs",
     }
     assert last["examples_per_sec"] > 0
     assert (last["skipped_steps"], last["ids_out_of_range"], last["dropped_rows"]) == (0, 0, 0)
@@ -174,7 +176,9 @@ def test_signal_saves_after_the_running_step_and_the_resumed_run_goes_on_with_th
 
 def test_synchronous_mode_trains_without_the_engine(tmp_path: Path) -> None:
     workdir = tmp_path / "run"
-    outcome = run(*SMALL, "--steps=20", "--mode=synchronous", f"--workdir={workdir}")
+    outcome = run(
+        *SMALL, "--steps=20", "--staleness=synchronous", "--engine=plain", f"--workdir={workdir}"
+    )
     assert outcome.status == 0
     assert records(workdir, "test")[0]["auc"] > 0.55
     assert "Embedding engine" not in outcome.output

@@ -58,7 +58,7 @@ from xrex.cuda.async_emb.reference import (
 )
 from xrex.optimizers.recsys import GradientUpdate
 from xrex.train.batches import look_ahead
-from xrex.train.pipelined_step import PipelinedTrainStep
+from xrex.train.train_step import TrainStep
 from xrex.utils import recsys_async_emb_lookup
 
 DECAYS = pytest.mark.parametrize("decay", [EAGER, LAZY], ids=["eager", "lazy"])
@@ -104,7 +104,7 @@ def test_training_steps_that_the_host_does_not_wait_for_equal_the_oracle(
     batches = [helpers.toy_batch(seed) for seed in range(50)]
     oracle = helpers.make_oracle(setup, batches, helpers.toy_table())
     results = []
-    with PipelinedTrainStep(setup) as step:
+    with TrainStep(setup) as step:
         state = step.init(helpers.toy_params(), helpers.toy_table())
         for batch, next_batch in look_ahead(batches):
             state, metrics = step.step(state, batch, next_batch)

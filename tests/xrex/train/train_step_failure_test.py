@@ -10,9 +10,10 @@ import pytest
 from tests.xrex.train import helpers
 from xrex.cuda.async_emb import async_emb
 from xrex.train.batches import look_ahead
-from xrex.train.engines import NativeEngine
-from xrex.train.pipelined_step import MAX_STEPS_IN_FLIGHT, PipelinedTrainStep, TrainStepError
+from xrex.train.engines import EngineFactory, NativeEngine, select_engine
+from xrex.train.schedule import MAX_STEPS_IN_FLIGHT
 from xrex.train.train_state import TrainSetup, TrainState
+from xrex.train.train_step import TrainStep, TrainStepError
 
 SETUP = helpers.toy_setup(helpers.LAZY)
 BATCHES = [helpers.toy_batch(seed) for seed in range(6)]
@@ -21,9 +22,9 @@ BATCHES = [helpers.toy_batch(seed) for seed in range(6)]
 class Run:
     """A run that has done `steps` steps with a lookup armed, and its oracle."""
 
-    def __init__(self, steps: int, engine: NativeEngine | None = None) -> None:
+    def __init__(self, steps: int, make_engine: EngineFactory = select_engine) -> None:
         self.oracle = helpers.make_oracle(SETUP, BATCHES, helpers.toy_table())
-        self.step = PipelinedTrainStep(SETUP, engine)
+        self.step = TrainStep(SETUP, make_engine=make_engine)
         self.state: TrainState = self.step.init(helpers.toy_params(), helpers.toy_table())
         self.done = 0
         self.go_on(steps, arm_last=True)
@@ -115,7 +116,7 @@ def test_loss_that_is_no_scalar_is_refused_before_anything_is_lost() -> None:
         del params, batch
         return embeddings.sum(axis=(1, 2)).astype(np.float32), None
 
-    with PipelinedTrainStep(helpers.toy_setup(loss_fn=vector_loss)) as step:
+    with TrainStep(helpers.toy_setup(loss_fn=vector_loss)) as step:
         state = step.init(helpers.toy_params(), helpers.toy_table())
         with pytest.raises(TypeError, match="it must be a float32 scalar"):
             step.step(state, BATCHES[0])
@@ -155,7 +156,7 @@ class LateEngine(NativeEngine):
 
 def test_failed_step_changes_neither_table_nor_dense_parameters() -> None:
     engine = LateEngine(SETUP.ctx)
-    run = Run(2, engine)
+    run = Run(2, lambda _: engine)
     jax.block_until_ready(run.state)
     async_emb.abort(SETUP.ctx)
     before = helpers.host_copy(run.state)
@@ -195,7 +196,7 @@ class GatedEngine(NativeEngine):
 
 def test_abort_from_another_thread_wakes_a_flush_that_waits() -> None:
     engine = GatedEngine()
-    run = Run(2, engine)
+    run = Run(2, lambda _: engine)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         flushing = pool.submit(run.step.flush, run.state)
         assert engine.waiting.wait(timeout=20)
@@ -215,7 +216,7 @@ def test_exception_in_the_program_ends_the_exchange_and_keeps_deferred_gradients
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(run.step._programs, "advance", fail)
+        patch.setattr(run.step._schedule, "_advance", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             run.step.step(run.state, BATCHES[2], BATCHES[3])
     assert async_emb.stats(SETUP.ctx) == {}
@@ -241,7 +242,7 @@ def test_forgotten_step_ends_its_exchange() -> None:
 def test_steps_that_nobody_waits_for_are_bounded() -> None:
     setup: TrainSetup = SETUP
     norms: list[Any] = []
-    with PipelinedTrainStep(setup) as step:
+    with TrainStep(setup) as step:
         state = step.init(helpers.toy_params(), helpers.toy_table())
         for batch, next_batch in look_ahead([BATCHES[0]] * 60):
             state, metrics = step.step(state, batch, next_batch)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 import jax
 import pytest
 
-from xrex.train.cpu_devices import cpu_mesh
+from xrex.train.devices import cpu_mesh
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs CPU devices")
 

@@ -7,12 +7,12 @@ import pytest
 from tests.xrex.train import helpers
 from xrex.cuda.async_emb import async_emb
 from xrex.train.batches import look_ahead
-from xrex.train.pipelined_step import PipelinedTrainStep
 from xrex.train.train_state import TrainState
+from xrex.train.train_step import TrainStep
 
 
-def start(setup: Any) -> tuple[PipelinedTrainStep, TrainState]:
-    step = PipelinedTrainStep(setup)
+def start(setup: Any) -> tuple[TrainStep, TrainState]:
+    step = TrainStep(setup)
     return step, step.init(helpers.toy_params(), helpers.toy_table())
 
 
@@ -227,7 +227,7 @@ def test_init_leaves_the_callers_arrays_alone() -> None:
     setup = helpers.toy_setup()
     table = jax.device_put(helpers.toy_table(), setup.table_sharding())
     params = {"bias": jax.device_put(np.float32(0), setup.replicated())}
-    with PipelinedTrainStep(setup) as step:
+    with TrainStep(setup) as step:
         state, _ = step.step(step.init(params, table), helpers.toy_batch(0))
         step.flush(state)
         helpers.assert_same_bits(helpers.host_copy(table), helpers.toy_table())

@@ -1,0 +1,134 @@
+"""Which rows two neighbouring batches share, ready for the devices."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from xrex.cuda.async_emb.id_groups import SharedRows, plan_shared_rows
+from xrex.train.prepared_batch import PreparedBatch
+from xrex.train.staleness import SharedCapacity
+from xrex.train.train_state import TrainSetup, place
+
+# Plans are made one batch ahead of the step or a few more, as far as batches are prepared ahead.
+_PLANS_KEPT = 16
+
+
+class SharedArrays(NamedTuple):
+    """The plan for a step as global arrays. C shared rows, S tokens on each of R ranks.
+
+    Attributes:
+      tokens: int32 [R * S], local positions of each rank's tokens in shared rows; over the data
+        axes, like the next two.
+      segments: int32 [R * S], index into `rows` for each of these, -1 for padding.
+      row_ids: int32 [R * (C + 1)], on every rank the shared rows and, to the end, at least one id
+        outside the table.
+      rows: int32 [C], shared rows, then V; replicated.
+      rest_segments: int32 [N], segments of the step's other tokens, else -1; over the data axes.
+      rest_unique: int32 [U], the step's rows with V in place of the shared ones; replicated.
+      next_index: int32 [N], index into `rows` of the row that a token of the next step reads, or
+        -1; over the data axes.
+    """
+
+    tokens: jax.Array
+    segments: jax.Array
+    row_ids: jax.Array
+    rows: jax.Array
+    rest_segments: jax.Array
+    rest_unique: jax.Array
+    next_index: jax.Array
+
+
+class SharedPlan(NamedTuple):
+    """How many rows and tokens a step shares with the next one; `arrays` is None if too many."""
+
+    num_rows: int
+    num_tokens: int
+    arrays: SharedArrays | None
+
+
+class SharedPlanner:
+    """Makes the plans of neighbouring batches, ahead of the step where it sees them in order."""
+
+    def __init__(self, setup: TrainSetup, capacity: SharedCapacity) -> None:
+        self._setup, self._capacity = setup, capacity
+        self._lock = threading.Lock()
+        self._last: PreparedBatch | None = None  # guarded by _lock, as is _plans
+        self._plans: collections.OrderedDict[tuple[int, int], SharedPlan] = (
+            collections.OrderedDict()
+        )
+
+    def prepared(self, batch: PreparedBatch) -> None:
+        """Makes the plan from the batch that was prepared before to this one."""
+        with self._lock:
+            last, self._last = self._last, batch
+        if last is None or last.serial == batch.serial:
+            return
+        plan = self._make(last, batch)
+        with self._lock:
+            self._plans[last.serial, batch.serial] = plan
+            while len(self._plans) > _PLANS_KEPT:
+                self._plans.popitem(last=False)
+
+    def plan(self, current: PreparedBatch, following: PreparedBatch) -> SharedPlan:
+        """The plan from a step's batch to the next one's."""
+        with self._lock:
+            known = self._plans.pop((current.serial, following.serial), None)
+        return known or self._make(current, following)
+
+    def empty(self) -> SharedArrays:
+        """The arrays of a plan that shares nothing."""
+        setup, capacity = self._setup, self._capacity
+        num_shared_tokens = capacity.tokens_per_rank * setup.ctx.group_size
+        num_tokens, outside = setup.ctx.tokens_per_batch, setup.vocab_rows
+
+        def full(size: int, value: int) -> np.ndarray:
+            return np.full(size, value, np.int32)
+
+        return self._place(
+            SharedRows(
+                num_rows=0,
+                num_tokens=0,
+                max_rank_tokens=0,
+                fits=True,
+                rows=full(capacity.rows, outside),
+                tokens=full(num_shared_tokens, 0),
+                segments=full(num_shared_tokens, -1),
+                rest_unique=full(setup.ctx.num_unique, outside),
+                rest_segments=full(num_tokens, -1),
+                next_index=full(num_tokens, -1),
+            )
+        )
+
+    def _make(self, current: PreparedBatch, following: PreparedBatch) -> SharedPlan:
+        setup, capacity = self._setup, self._capacity
+        shared = plan_shared_rows(
+            current.groups,
+            following.ids,
+            setup.vocab_rows,
+            num_ranks=setup.ctx.group_size,
+            row_capacity=capacity.rows,
+            token_capacity=capacity.tokens_per_rank,
+            out_of_range=setup.ctx.options.out_of_range,
+        )
+        arrays = self._place(shared) if shared.fits else None
+        return SharedPlan(shared.num_rows, shared.num_tokens, arrays)
+
+    def _place(self, shared: SharedRows) -> SharedArrays:
+        setup = self._setup
+        tokens, replicated = setup.token_sharding(), setup.replicated()
+        assert shared.rows is not None  # as all arrays of a plan that fits
+        row_ids = np.append(shared.rows, np.int32(setup.vocab_rows))
+        return SharedArrays(
+            tokens=place(shared.tokens, tokens),
+            segments=place(shared.segments, tokens),
+            row_ids=place(np.tile(row_ids, setup.ctx.group_size), tokens),
+            rows=place(shared.rows, replicated),
+            rest_segments=place(shared.rest_segments, tokens),
+            rest_unique=place(shared.rest_unique, replicated),
+            next_index=place(shared.next_index, tokens),
+        )

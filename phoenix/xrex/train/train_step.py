@@ -1,0 +1,343 @@
+"""A training step whose embedding exchange is scheduled for you, with a staleness mode by name."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+
+from xrex.cuda.async_emb.async_emb import RankStats
+from xrex.train.engines import EngineFactory, select_engine
+from xrex.train.evaluation import (
+    EvaluationProgram,
+    LookupProgram,
+    evaluation_program,
+    lookup_program,
+)
+from xrex.train.exact_schedule import ExactSchedule, SharedCounts
+from xrex.train.one_step_schedule import OneStepSchedule
+from xrex.train.prepared_batch import PreparedBatch, prepare_batch
+from xrex.train.schedule import Schedule
+from xrex.train.staleness import EXACT, ONE_STEP, SharedCapacity, require_mode
+from xrex.train.synchronous_schedule import SynchronousSchedule
+from xrex.train.train_state import StepMetrics, TrainSetup, TrainState, init_state
+
+
+class TrainStepError(RuntimeError):
+    """The engine failed on its own: a time-out, an abort, a lost peer.
+
+    Attributes:
+      state: the state that the failed steps left behind. They changed neither dense parameters nor
+        table, only the step counter; the gradients that the first of them was about to apply to
+        the table are lost. The run may go on from this state, or from a checkpoint.
+    """
+
+    def __init__(self, message: str, state: TrainState) -> None:
+        super().__init__(message)
+        self.state = state
+
+
+class TrainStep:
+    """Runs training steps and owns what is in flight between them.
+
+    A state goes in and the next one comes out; the one that went in is used up (donated). While a
+    batch is looked up ahead, the state that came out last is the only one that may go in.
+
+    The object holds native contexts open. Use it in a `with` block, or call `close`. Its methods
+    start compiled programs and are not to be traced themselves.
+
+    Args:
+      setup: what to train and how.
+      staleness: which updates the rows of a step have seen. ONE_STEP: those up to the step before
+        the last, with the whole exchange hidden; EXACT: all, with most of it hidden; SYNCHRONOUS:
+        all, with nothing hidden. See docs/staleness.md.
+      shared: for EXACT, what it is compiled for; by default half the rows that a batch may have and
+        all tokens of a rank.
+      make_engine: what exchanges for a context. By default the native engine, or plain JAX where
+        that cannot reach all devices.
+
+    Raises:
+      ValueError: there is no such mode; `shared` exceeds the batch, or the mode has no use for it.
+    """
+
+    def __init__(
+        self,
+        setup: TrainSetup,
+        staleness: str = ONE_STEP,
+        *,
+        shared: SharedCapacity | None = None,
+        make_engine: EngineFactory = select_engine,
+    ) -> None:
+        self._setup = setup
+        self.staleness = require_mode(staleness)
+        if shared is not None and staleness != EXACT:
+            raise ValueError(f"shared={shared} is of use in the mode {EXACT!r}, not {staleness!r}")
+        self._schedule = _make_schedule(setup, staleness, shared, make_engine)
+        self._lock = threading.RLock()
+        self._evaluate: EvaluationProgram = evaluation_program(setup, self._schedule.engines[0])
+        self._look_up: LookupProgram = lookup_program(setup, self._schedule.engines[0])
+        self._at_exit = weakref.finalize(self, self._schedule.end_at_exit)
+
+    def init(self, dense_params: Any, table: Any) -> TrainState:
+        """Makes the state of a new run; see `init_state`."""
+        return init_state(self._setup, dense_params, table)
+
+    def prepare(self, batch: Any) -> PreparedBatch:
+        """Checks a batch, groups its tokens and starts its way to the devices.
+
+        `step`, `lookup` and `evaluate` take the result in place of the batch, and then need not do
+        it. Safe from any thread, beside a running step. Batches that are prepared in the order of
+        their steps also have the mode EXACT look for shared rows here.
+
+        Raises:
+          TypeError: the batch is malformed.
+          ValueError: likewise.
+        """
+        if isinstance(batch, PreparedBatch):
+            return batch
+        prepared = prepare_batch(self._setup, batch)
+        self._schedule.prepared(prepared)
+        return prepared
+
+    def step(
+        self, state: TrainState, batch: Any, next_batch: Any = None
+    ) -> tuple[TrainState, StepMetrics]:
+        """Trains on `batch` and looks ahead to `next_batch`.
+
+        Args:
+          state: the state that came out last. It is used up.
+          batch: the batch that was `next_batch` of the step before, if that step had one. Prepared
+            or not, this is to be the same object.
+          next_batch: the batch of the next step; None looks nothing up.
+
+        Returns:
+          The next state, and the step's metrics; both may still be computed when this returns.
+
+        Raises:
+          TypeError: a batch is malformed, or the call is being traced. Nothing has happened, the
+            state is as good as before.
+          ValueError: a batch is malformed, likewise; `batch` is not the one that was looked up, or
+            `state` is not the one that came out last.
+          TrainStepError: the engine failed; the error holds the state to go on with.
+        """
+        _refuse_tracing("step", (state, _arrays_of(batch), _arrays_of(next_batch)))
+        with self._lock:
+            self._raise_if_failed(state)
+            current = self._claim(state, batch)
+            following = None if next_batch is None else self.prepare(next_batch)
+            self._schedule.compile(state, current)
+            with self._ending_on_error():
+                state, metrics = self._schedule.advance(state, current, following)
+            self._raise_if_failed(state)
+            return state, metrics
+
+    def flush(self, state: TrainState) -> TrainState:
+        """Brings the pipeline to rest: applies deferred gradients, drops what was looked up ahead.
+
+        To be called after the last step, and before the state is saved or evaluated. The state is
+        used up; in the one that comes out the table has seen every update.
+
+        Raises:
+          TypeError: the call is being traced.
+          ValueError: `state` is not the one that came out last.
+          TrainStepError: the engine failed; the error holds the state to go on with.
+        """
+        _refuse_tracing("flush", state)
+        with self._lock:
+            self._raise_if_failed(state)
+            self._require_current(state)
+            with self._ending_on_error():
+                state = self._schedule.come_to_rest(state)
+            self._raise_if_failed(state, self._schedule.settle)
+            return state
+
+    def lookup(self, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+        """Looks a batch up without training. Leaves nothing in flight, however often.
+
+        Returns:
+          The state with the same values; and embeddings bf16 of the ids' pytree, [B, F, W] for ids
+          [B, F].
+
+        Raises:
+          RuntimeError: the pipeline is not at rest; `flush` first.
+          TypeError: the batch is malformed, or the call is being traced.
+          ValueError: the batch is malformed.
+          TrainStepError: the engine failed; the error holds the state to go on with.
+        """
+        prepared = self._ready_to_evaluate("lookup", state, batch)
+        with self._lock:
+            with self._ending_on_error():
+                self._schedule.engines[0].open()
+                table, embeddings = self._look_up(state.table, prepared.arrays)
+                state = state._replace(table=table)
+                jax.block_until_ready(embeddings)
+            self._raise_if_failed(state)
+            return state, embeddings
+
+    def evaluate(self, state: TrainState, batch: Any) -> tuple[TrainState, jax.Array, Any]:
+        """Runs the loss function on a batch without training. Leaves nothing in flight.
+
+        Returns:
+          The state with the same values, the loss float32 [] and the loss function's aux.
+
+        Raises:
+          As `lookup`.
+        """
+        prepared = self._ready_to_evaluate("evaluate", state, batch)
+        with self._lock:
+            self._schedule.compile(state, prepared)
+            with self._ending_on_error():
+                self._schedule.engines[0].open()
+                table, loss, aux = self._evaluate(state.table, state.dense_params, prepared.arrays)
+                state = state._replace(table=table)
+                loss.block_until_ready()
+            self._raise_if_failed(state)
+            return state, loss, aux
+
+    def counters(self) -> Mapping[int, RankStats]:
+        """Counters of whole batches by rank, since the engine was opened; empty on plain JAX."""
+        return self._schedule.engines[0].counters()
+
+    def exposed_secs(self) -> dict[str, float]:
+        """Seconds that the dense computation stood still for the exchange, since it was opened.
+
+        A mean over the local ranks, by "lookup" and "update" of whole batches and, in the mode
+        EXACT, "shared" rows. Empty on plain JAX.
+        """
+        whole, *parts = (
+            [(rank.lookup_wait_secs, rank.update_wait_secs) for rank in engine.counters().values()]
+            for engine in self._schedule.engines
+        )
+        if not whole:
+            return {}
+        result = {
+            "lookup": sum(lookup for lookup, _ in whole) / len(whole),
+            "update": sum(update for _, update in whole) / len(whole),
+        }
+        if parts:
+            result["shared"] = sum(sum(map(sum, part)) / max(1, len(part)) for part in parts)
+        return result
+
+    def shared_counts(self) -> SharedCounts | None:
+        """In the mode EXACT, how much its steps shared with the steps after them; else None."""
+        schedule = self._schedule
+        return schedule.counts if isinstance(schedule, ExactSchedule) else None
+
+    def abort(self) -> None:
+        """Ends the exchange at once. Safe from any thread, and twice.
+
+        Whoever waits inside `step` or `flush` wakes up with a TrainStepError. Gradients that no
+        step has taken yet stay deferred; a later `step` or `flush` opens the engine again and
+        applies them.
+        """
+        self._schedule.abort()
+        with self._lock:
+            self._schedule.end()
+
+    def close(self) -> None:
+        """Ends the exchange and forgets deferred gradients; `flush` before it to keep them."""
+        with self._lock:
+            self._schedule.deferred = None
+            self._schedule.end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _ready_to_evaluate(self, call: str, state: TrainState, batch: Any) -> PreparedBatch:
+        _refuse_tracing(call, (state, _arrays_of(batch)))
+        with self._lock:
+            if not self._schedule.is_at_rest:
+                raise RuntimeError(
+                    f"{call} was called in the middle of the pipeline; call flush(state) first, "
+                    "so that the table has seen every update"
+                )
+            self._raise_if_failed(state)
+        return prepare_batch(self._setup, batch)
+
+    def _claim(self, state: TrainState, batch: Any) -> PreparedBatch:
+        """The prepared form of `batch`: the one looked up ahead, or a new one at rest."""
+        self._require_current(state)
+        armed = self._schedule.armed
+        if armed is None:
+            return self.prepare(batch)
+        if armed is not batch and armed.source is not batch:
+            raise ValueError(
+                "a lookup is armed for the next_batch of the step before, and this is another "
+                "batch; pass that one, or call flush(state) to drop the lookup"
+            )
+        return armed
+
+    def _require_current(self, state: TrainState) -> None:
+        if self._schedule.table is not None and self._schedule.table is not state.table:
+            raise ValueError(
+                "a lookup is armed on the table of the state that came out last, and this is "
+                "another state; pass that one, or call abort() to drop lookup and updates in flight"
+            )
+
+    def _raise_if_failed(
+        self, state: TrainState, host_call: Callable[[], None] | None = None
+    ) -> None:
+        """Makes a host call of the engines, by default their check; if it fails, ends all."""
+        try:
+            (host_call or self._schedule.check)()
+        except RuntimeError as error:
+            self._schedule.end()
+            raise TrainStepError(
+                f"{error}; the failed step was skipped: go on from the state in this error, or "
+                "from a checkpoint",
+                state,
+            ) from error
+
+    @contextlib.contextmanager
+    def _ending_on_error(self) -> Iterator[None]:
+        """Ends the exchange when anything goes wrong after the first program was started."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._schedule.abort()  # an interrupt does not wait for a slow peer
+            self._schedule.end()
+            self._schedule.forget_used_up()
+            raise
+
+
+def _make_schedule(
+    setup: TrainSetup,
+    staleness: str,
+    shared: SharedCapacity | None,
+    make_engine: EngineFactory,
+) -> Schedule:
+    if staleness == ONE_STEP:
+        return OneStepSchedule(setup, make_engine(setup.ctx))
+    if staleness == EXACT:
+        default = SharedCapacity(
+            rows=-(-setup.ctx.num_unique // 2), tokens_per_rank=setup.ctx.tokens_per_rank
+        )
+        return ExactSchedule(setup, make_engine, shared or default)
+    return SynchronousSchedule(setup, make_engine(setup.ctx))
+
+
+def _arrays_of(batch: Any) -> Any:
+    return batch.arrays if isinstance(batch, PreparedBatch) else batch
+
+
+def _refuse_tracing(call: str, arguments: Any) -> None:
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
+        raise TypeError(
+            f"TrainStep.{call} was traced by a JAX transformation (jit, grad, scan, cond, vmap, "
+            "remat, ...); it starts compiled programs and keeps what is in flight between them, so "
+            "call it from Python, step by step. Inside the loss function all of them work"
+        )
