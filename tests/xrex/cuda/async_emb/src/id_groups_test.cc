@@ -196,6 +196,8 @@ INSTANTIATE_TEST_SUITE_P(
         Pattern{"ScatteredInTheGreatestTable", 5000, kInt32Max, &Scatter},
         Pattern{"DenseInTheGreatestTable", 5000, kInt32Max,
                 [](auto i) { return kInt32Max - 1 - i % 3000; }},
+        Pattern{"FewInOneBucketOfTheGreatestTable", 60, kInt32Max,
+                [](auto i) { return (59 - i) / 2 * 1000; }},
         Pattern{"OneToken", 1, 1 << 22, [](auto) { return (1 << 22) - 1; }}),
     [](const auto& info) { return info.param.name; });
 

@@ -86,6 +86,12 @@ TEST(PlanSharedRowsTest, ListsTheTokensOfSharedRowsOfEveryRank) {
   EXPECT_THAT(plan.segments, ElementsAre(1, 0, -1, -1, 1, 1, 0, -1));
 }
 
+TEST(PlanSharedRowsTest, CountsTheMostTokensOfARankThatIsNotTheLast) {
+  Case given;
+  given.segment_ids = {2, 1, 1, 0, 1, 0, -1, 3};
+  EXPECT_EQ(MakePlan(given).counts.max_rank_tokens, 3);
+}
+
 TEST(PlanSharedRowsTest, LeavesTheOtherRowsAndTokensToTheRest) {
   const Plan plan = MakePlan({});
   EXPECT_THAT(plan.rest_unique, ElementsAre(10, 10, 6, 8, 10));
