@@ -95,10 +95,11 @@ def settle_gradients(
     batch: DeviceBatch,
     sparse: SparseState,
     step: jax.Array,
-    *,
-    screen_sparse: bool = False,
 ) -> tuple[Gradients, SparseState]:
     """Applies the setup's rules for large and for non-finite gradients.
+
+    Sparse gradients that an update might find not finite never get through: an update whose norm is
+    NaN has then failed for another reason.
 
     Args:
       setup: holds the rules.
@@ -109,27 +110,29 @@ def settle_gradients(
       batch: whose gradients these are.
       sparse: passed through, changed in nothing.
       step: int32 [], its number.
-      screen_sparse: never let sparse gradients through that an update might find not finite.
 
     Returns:
       The gradients; and `sparse`, to be used in place of the argument.
     """
     update = GradientUpdate(embeddings_grad, batch.segment_ids, batch.unique_tokens, jnp.int32(1))
-    norm, sparse_ok = jnp.float32(jnp.nan), jnp.bool_(True)
+    sparse_ok = _surely_finite(update.grads, update.segment_ids)
+    norm, skip_dense = jnp.float32(jnp.nan), jnp.bool_(False)
     if setup.max_grad_norm is not None:
         sparse_norm, update, sparse = _measure(setup, engine, update, sparse, step)
-        norm = jnp.sqrt(_squared_norm(params_grad) + sparse_norm * sparse_norm)
+        skip_dense = sparse_ok & jnp.isnan(sparse_norm)  # the engine failed
         sparse_ok = jnp.isfinite(sparse_norm)
-        scale = jnp.where(norm > setup.max_grad_norm, setup.max_grad_norm / norm, 1.0)
-        params_grad = jax.tree.map(lambda g: (g * scale).astype(g.dtype), params_grad)
-        update = update._replace(
-            grads=(update.grads.astype(jnp.float32) * scale).astype(jnp.bfloat16)
+        dense_square = _squared_norm(params_grad)
+        norm = jnp.sqrt(dense_square + sparse_norm * sparse_norm)
+        params_grad, update = _clip(
+            setup.max_grad_norm,
+            jnp.where(sparse_ok, norm, jnp.sqrt(dense_square)),
+            params_grad,
+            update,
         )
-    elif setup.skip_nonfinite or screen_sparse:
-        sparse_ok = _surely_finite(update.grads, update.segment_ids)
-    skip_dense = jnp.bool_(False)
     if setup.skip_nonfinite:
         sparse_ok = sparse_ok & jnp.isfinite(loss) & _all_finite(params_grad)
+        if setup.max_grad_norm is not None:
+            sparse_ok = sparse_ok & jnp.isfinite(norm)
         skip_dense = ~sparse_ok
     # Left out token by token, too: the update then reports a norm of 0, not that of the gradients.
     update = update._replace(
@@ -171,6 +174,16 @@ def _measure(
         setup.embedding_optimizer, update, sparse.table, sparse.embedding_state, step=step
     )
     return norm, update._replace(pending=jnp.int32(1)), SparseState(table, embedding_state)
+
+
+def _clip(
+    limit: float, norm: jax.Array, params_grad: Any, update: GradientUpdate
+) -> tuple[Any, GradientUpdate]:
+    """Gradients scaled down to a norm of `limit`."""
+    scale = jnp.where(norm > limit, limit / norm, 1.0)
+    grads = (update.grads.astype(jnp.float32) * scale).astype(jnp.bfloat16)
+    params_grad = jax.tree.map(lambda g: (g * scale).astype(g.dtype), params_grad)
+    return params_grad, update._replace(grads=grads)
 
 
 def _squared_norm(tree: Any) -> jax.Array:

@@ -143,9 +143,9 @@ class ExactSchedule(Schedule):
             for program in (self.short_way_program, self.long_way_program)
         )
 
-    def prepared(self, batch: PreparedBatch) -> None:
+    def prepared(self, number: int, batch: PreparedBatch) -> None:
         """See `Schedule`."""
-        self._planner.prepared(batch)
+        self._planner.prepared(number, batch)
 
     def advance(
         self, state: TrainState, current: PreparedBatch, following: PreparedBatch | None
@@ -346,7 +346,6 @@ class ExactSchedule(Schedule):
             batch,
             SparseState(table, result.state),
             step,
-            screen_sparse=True,
         )
         failed = ahead.failed | has_failed(result.norm, result.valid)
         norm = jnp.hypot(ahead.norm, result.norm)
@@ -391,9 +390,7 @@ class ExactSchedule(Schedule):
         canaries = rows.reshape(self.setup.ctx.group_size, -1, rows.shape[1])[:, -1]
         return table, rows, jnp.any(jnp.isnan(canaries))
 
-    def _put_over(
-        self, embeddings: jax.Array, rows: jax.Array, index: jax.Array
-    ) -> jax.Array:
+    def _put_over(self, embeddings: jax.Array, rows: jax.Array, index: jax.Array) -> jax.Array:
         """Embeddings bf16 [N, W], with row `index[t]` in place of token t's where it is >= 0."""
         spec = self.setup.ctx.tokens_spec
 

@@ -1,5 +1,6 @@
 """A training setup small enough for an exact oracle of its schedule."""
 
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -94,10 +95,34 @@ def toy_params() -> dict[str, Any]:
     return {"bias": np.float32(0)}
 
 
+def mlp_params() -> dict[str, Any]:
+    """Of `mlp_loss`."""
+    rng = np.random.default_rng(5)
+    width = NUM_TOKENS * EMB_WIDTH
+    return {
+        "hidden": (rng.normal(size=(width, 16)) / 4).astype(np.float32),
+        "out": (rng.normal(size=(16, 1)) / 4).astype(np.float32),
+    }
+
+
+def mlp_loss(params: Any, embeddings: jax.Array, batch: ToyBatch) -> tuple[jax.Array, jax.Array]:
+    """Two layers, so that gradients of table and dense parameters depend on each other."""
+    rows = (embeddings.astype(jnp.float32) + batch.push) * batch.mask[..., None]
+    hidden = jnp.tanh(rows.reshape(rows.shape[0], -1) @ params["hidden"])
+    scores = (hidden @ params["out"])[:, 0]
+    return jnp.mean(jax.nn.softplus(scores) - 0.3 * scores), scores
+
+
 def make_oracle(
-    setup: TrainSetup, batches: list[ToyBatch], table: np.ndarray
+    setup: TrainSetup,
+    batches: Sequence[Any],
+    table: np.ndarray,
+    change: Callable[[np.ndarray, int], np.ndarray] = lambda grads, _: grads,
 ) -> reference.ScheduleOracle:
-    """The oracle of a run whose step t (from 1) trains on batches[t - 1]."""
+    """The oracle of a run whose step t (from 1) trains on batches[t - 1].
+
+    `change` is applied to the gradients of each step, given with its number.
+    """
     lazy = isinstance(setup.embedding_optimizer, RowwiseAdagradLazy)
 
     def update(
@@ -122,7 +147,7 @@ def make_oracle(
     last_step = np.zeros(VOCAB_ROWS, np.int32) if lazy else None
     return reference.ScheduleOracle(
         reference.TableState(table, accumulator, last_step),
-        lambda embeddings, _, step: toy_gradient(embeddings, batches[step - 1]),
+        lambda embeddings, _, step: change(toy_gradient(embeddings, batches[step - 1]), step),
         update,
         first_step=1,
     )

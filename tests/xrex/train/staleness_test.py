@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -26,23 +25,6 @@ CAPACITIES = {
     "narrow": SharedCapacity(rows=9, tokens_per_rank=5),
     "tiny": SharedCapacity(rows=1, tokens_per_rank=1),
 }
-
-
-def mlp_params() -> dict[str, Any]:
-    rng = np.random.default_rng(5)
-    width = helpers.NUM_TOKENS * helpers.EMB_WIDTH
-    return {
-        "hidden": (rng.normal(size=(width, 16)) / 4).astype(np.float32),
-        "out": (rng.normal(size=(16, 1)) / 4).astype(np.float32),
-    }
-
-
-def mlp_loss(params: Any, embeddings: jax.Array, batch: helpers.ToyBatch) -> Any:
-    """Two layers, so that gradients of table and dense parameters depend on each other."""
-    rows = (embeddings.astype(jnp.float32) + batch.push) * batch.mask[..., None]
-    hidden = jnp.tanh(rows.reshape(rows.shape[0], -1) @ params["hidden"])
-    scores = (hidden @ params["out"])[:, 0]
-    return jnp.mean(jax.nn.softplus(scores) - 0.3 * scores), scores
 
 
 def needs(num_devices: int) -> int:
@@ -131,37 +113,39 @@ def test_exact_training_of_a_dense_model_has_the_bits_of_synchronous_training(
 ) -> None:
     setup = helpers.toy_setup(
         helpers.LAZY,
-        loss_fn=mlp_loss,
+        loss_fn=helpers.mlp_loss,
         dense_optimizer=optax.adam(0.01),
         num_devices=needs(num_devices),
     )
     with TrainStep(setup, SYNCHRONOUS) as step:
-        synchronous = run(step, mlp_params(), BATCHES)
+        synchronous = run(step, helpers.mlp_params(), BATCHES)
     with TrainStep(setup, EXACT, shared=capacity) as step:
-        exact = run(step, mlp_params(), BATCHES)
+        exact = run(step, helpers.mlp_params(), BATCHES)
     helpers.assert_same_states(exact, synchronous)
 
 
 def test_stale_steps_differ_from_synchronous_ones_on_the_same_batches() -> None:
-    setup = helpers.toy_setup(loss_fn=mlp_loss, learning_rate=0.5)
+    setup = helpers.toy_setup(loss_fn=helpers.mlp_loss, learning_rate=0.5)
     tables = []
     for mode in (ONE_STEP, SYNCHRONOUS):
         with TrainStep(setup, mode) as step:
-            tables.append(run(step, mlp_params(), BATCHES)[0].table)
+            tables.append(run(step, helpers.mlp_params(), BATCHES)[0].table)
     assert np.any(tables[0] != tables[1])
 
 
 @pytest.mark.parametrize("mode", [EXACT, SYNCHRONOUS])
 @pytest.mark.parametrize("steps_before", [0, 1, 2, 3])
 def test_values_do_not_depend_on_where_the_run_came_to_rest(mode: str, steps_before: int) -> None:
-    setup = helpers.toy_setup(helpers.LAZY, loss_fn=mlp_loss)
+    setup = helpers.toy_setup(helpers.LAZY, loss_fn=helpers.mlp_loss)
     batches = BATCHES[:8]
     with TrainStep(setup, SYNCHRONOUS) as step:
-        expected = run(step, mlp_params(), batches)
+        expected = run(step, helpers.mlp_params(), batches)
     with TrainStep(setup, mode) as step:
         if steps_before == 0:
-            step.flush(step.init(mlp_params(), helpers.toy_table()))
-        rested = run(step, mlp_params(), batches, flush_after=(steps_before, steps_before + 2))
+            step.flush(step.init(helpers.mlp_params(), helpers.toy_table()))
+        rested = run(
+            step, helpers.mlp_params(), batches, flush_after=(steps_before, steps_before + 2)
+        )
     helpers.assert_same_states(rested, expected)
 
 
