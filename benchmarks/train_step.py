@@ -43,6 +43,7 @@ _UNIQUE = flags.DEFINE_integer("unique", None, "U, distinct rows of a batch; by 
 _SHARED_ROWS = flags.DEFINE_integer("shared_rows", None, "Capacity of the mode exact.")
 _SHARED_TOKENS = flags.DEFINE_integer("shared_tokens", None, "Likewise, on each rank.")
 _PLAIN = flags.DEFINE_bool("plain", True, "Time the plain JAX path, too.")
+_PREFETCH_WORKERS = flags.DEFINE_integer("prefetch_workers", 1, "Threads that prepare batches.")
 _REPETITIONS = flags.DEFINE_integer("repetitions", 15, "Timed windows of each way.")
 
 _SEED = 0
@@ -66,7 +67,10 @@ class Run:
     def __init__(self, step: TrainStep, batches: Sequence[Batch], params: Any, table: Any) -> None:
         self.step = step
         self._state = step.init(params, table)
-        self._batches = Prefetcher(itertools.cycle(batches), step.prepare, depth=3)
+        workers = _PREFETCH_WORKERS.value
+        self._batches = Prefetcher(
+            itertools.cycle(batches), step.prepare, depth=2 + workers, workers=workers
+        )
         self._next = next(self._batches)
         self.num_steps = 0
 

@@ -30,7 +30,7 @@ class StepInput[Prepared]:
 
 
 class DataPipeline[Prepared]:
-    """Iterates over the inputs of steps; a thread reads and prepares batches ahead.
+    """Iterates over the inputs of steps; threads read and prepare batches ahead.
 
     `state` is the position after the batch that came out last. What lies ready beyond it counts as
     not yet read, so that a run which saves the state with its checkpoint goes on with the next
@@ -43,14 +43,22 @@ class DataPipeline[Prepared]:
     Args:
       stream: the batches. The pipeline closes it.
       prepare: makes of a batch what the step takes, and starts its way to the devices
-        (`PipelinedTrainStep.prepare`); runs in the thread.
-      depth: batches that may lie ready beside the one looked ahead, at least 1.
+        (`TrainStep.prepare`); runs in threads.
+      depth: batches that may lie ready or be in the making, beside the one looked ahead, at least
+        1.
+      workers: threads that prepare, at least 1.
     """
 
     def __init__(
-        self, stream: BatchStream, prepare: Callable[[Batch], Prepared], *, depth: int = 2
+        self,
+        stream: BatchStream,
+        prepare: Callable[[Batch], Prepared],
+        *,
+        depth: int = 2,
+        workers: int = 1,
     ) -> None:
-        self._stream, self._prepare, self._depth = stream, prepare, depth
+        self._stream, self._prepare = stream, prepare
+        self._depth, self._workers = depth, workers
         self._position = stream.state()
         self._prefetcher: Prefetcher[StreamBatch, tuple[StreamBatch, Prepared]] | None = None
         self._current: tuple[StreamBatch, Prepared] | None = None
@@ -98,6 +106,7 @@ class DataPipeline[Prepared]:
             self._stream,
             lambda item: (item, prepare(item.batch)),
             depth=self._depth,
+            workers=self._workers,
             wake=self._stream.close,
         )
 

@@ -1,13 +1,17 @@
-"""A thread that makes items ready before they are asked for."""
+"""Threads that make items ready before they are asked for."""
 
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self
+
+
+_THREAD_NAME = "prefetch"
 
 
 class _Channel:
@@ -16,7 +20,7 @@ class _Channel:
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self.lock = threading.Condition()
-        self.ready: collections.deque[Any] = collections.deque()
+        self.ready: collections.deque[concurrent.futures.Future[Any]] = collections.deque()
         self.error: BaseException | None = None
         self.ended = False
         self.closed = False
@@ -24,19 +28,26 @@ class _Channel:
     def wait_for_room(self) -> bool:
         """Waits until another item may be made; False if nobody wants one."""
         with self.lock:
-            self.lock.wait_for(lambda: self.closed or len(self.ready) < self.depth)
-            return not self.closed
+            self.lock.wait_for(lambda: self.closed or self.ended or len(self.ready) < self.depth)
+            return not (self.closed or self.ended)
 
-    def put(self, item: Any) -> None:
-        """Hands an item over; there is room for it."""
+    def put(self, result: concurrent.futures.Future[Any]) -> None:
+        """Hands over a result that is being made; there is room for it."""
         with self.lock:
-            self.ready.append(item)
+            self.ready.append(result)
             self.lock.notify_all()
 
     def end(self, error: BaseException | None) -> None:
         """Says that no item follows, and why if it is an error."""
         with self.lock:
+            self.error, self.ended = self.error or error, True
+            self.lock.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Says that an item could not be made, and that no later one is wanted."""
+        with self.lock:
             self.error, self.ended = error, True
+            self.ready.clear()
             self.lock.notify_all()
 
     def close(self) -> None:
@@ -47,18 +58,22 @@ class _Channel:
             self.lock.notify_all()
 
 
-def _fill(channel: _Channel, items: Iterator[Any], prepare: Callable[[Any], Any]) -> None:
-    """Body of the thread."""
+def _fill(
+    channel: _Channel, items: Iterator[Any], prepare: Callable[[Any], Any], workers: int
+) -> None:
+    """Body of the thread that reads the items."""
     error: BaseException | None = None
+    pool = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix=_THREAD_NAME)
     try:
         while channel.wait_for_room():
             try:
                 item = next(items)
             except StopIteration:
                 break
-            channel.put(prepare(item))
+            channel.put(pool.submit(prepare, item))
     except BaseException as caught:
         error = caught
+    pool.shutdown(cancel_futures=channel.closed)
     channel.end(error)
 
 
@@ -69,15 +84,16 @@ def _close(channel: _Channel, wake: Callable[[], None], thread: threading.Thread
 
 
 class Prefetcher[Item, Result]:
-    """Iterates over the prepared items, which a thread makes up to `depth` ahead.
+    """Iterates over the prepared items, which threads make up to `depth` ahead, in their order.
 
-    An error of the thread, in `items` or in `prepare`, is raised by `next` after the items before
-    it, and by every `next` from then on. Use it in a `with` block, or call `close`.
+    An error in `items` or in `prepare` is raised by `next` after the items before it, and by every
+    `next` from then on. Use it in a `with` block, or call `close`.
 
     Args:
-      items: what to prepare. From now on the thread alone uses it.
-      prepare: makes the result; runs in the thread.
-      depth: results that may lie ready, at least 1. One more may be in the making.
+      items: what to prepare. From now on one thread alone uses it.
+      prepare: makes the result; runs in threads, begun in the order of the items.
+      depth: results that may lie ready or be in the making, at least 1.
+      workers: threads that prepare, at least 1. More than `depth` have nothing to do.
       wake: called by `close`, to wake up `items` if it waits for something.
     """
 
@@ -87,13 +103,19 @@ class Prefetcher[Item, Result]:
         prepare: Callable[[Item], Result],
         *,
         depth: int,
+        workers: int = 1,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
         if depth < 1:
             raise ValueError(f"depth={depth}; at least 1 result must be made ahead")
+        if workers < 1:
+            raise ValueError(f"workers={workers}; at least 1 thread must prepare")
         self._channel = _Channel(depth)
         thread = threading.Thread(
-            target=_fill, args=(self._channel, items, prepare), name="prefetch", daemon=True
+            target=_fill,
+            args=(self._channel, items, prepare, workers),
+            name=_THREAD_NAME,
+            daemon=True,
         )
         # Also when it is forgotten, and before the interpreter goes.
         self._finalizer = weakref.finalize(self, _close, self._channel, wake, thread)
@@ -108,13 +130,17 @@ class Prefetcher[Item, Result]:
             channel.lock.wait_for(lambda: channel.ready or channel.ended or channel.closed)
             if channel.closed:
                 raise RuntimeError("the prefetcher is closed; make a new one to go on")
-            if channel.ready:
-                item = channel.ready.popleft()
-                channel.lock.notify_all()
-                return item
-            if channel.error is not None:
+            if channel.error is not None and not channel.ready:
                 raise channel.error
-            raise StopIteration
+            if not channel.ready:
+                raise StopIteration
+            result = channel.ready.popleft()
+            channel.lock.notify_all()
+        try:
+            return result.result()
+        except BaseException as error:
+            channel.fail(error)
+            raise
 
     def close(self) -> None:
         """Ends the thread, waiting for the item it is at. May be called twice."""

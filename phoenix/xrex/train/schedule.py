@@ -78,9 +78,14 @@ class Schedule(abc.ABC):
     def _make_programs(self, like_state: Any) -> None:
         """Makes the programs of the mode; the state is sharded like `like_state`."""
 
-    def prepared(self, batch: PreparedBatch) -> None:
-        """Told of every batch that was prepared, in any thread, most often in their order."""
-        del batch  # of use to modes that compare neighbouring batches
+    def prepared(self, number: int, batch: PreparedBatch) -> None:
+        """Told of every batch once it is prepared, in any thread.
+
+        Args:
+          number: its place in the order in which batches were begun to be prepared.
+          batch: the prepared batch.
+        """
+        del number, batch  # of use to modes that compare neighbouring batches
 
     @abc.abstractmethod
     def advance(

@@ -52,25 +52,35 @@ class SharedPlan(NamedTuple):
 
 
 class SharedPlanner:
-    """Makes the plans of neighbouring batches, ahead of the step where it sees them in order."""
+    """Makes the plans of neighbouring batches, ahead of the step where it is told of both."""
 
     def __init__(self, setup: TrainSetup, capacity: SharedCapacity) -> None:
         self._setup, self._capacity = setup, capacity
         self._lock = threading.Lock()
-        self._last: PreparedBatch | None = None  # guarded by _lock, as is _plans
+        # Batches by their number in the order of preparation; guarded by _lock, as is _plans.
+        self._recent: dict[int, PreparedBatch] = {}
         self._plans: collections.OrderedDict[tuple[int, int], SharedPlan] = (
             collections.OrderedDict()
         )
 
-    def prepared(self, batch: PreparedBatch) -> None:
-        """Makes the plan from the batch that was prepared before to this one."""
+    def prepared(self, number: int, batch: PreparedBatch) -> None:
+        """Makes the plans between this batch and its neighbours that were prepared before it.
+
+        Args:
+          number: its place in the order in which batches were begun to be prepared.
+          batch: prepared in any thread, and perhaps after one that was begun later.
+        """
         with self._lock:
-            last, self._last = self._last, batch
-        if last is None or last.serial == batch.serial:
-            return
-        plan = self._make(last, batch)
+            self._recent[number] = batch
+            self._recent.pop(number - _PLANS_KEPT, None)
+            before, after = self._recent.get(number - 1), self._recent.get(number + 1)
+        for current, following in ((before, batch), (batch, after)):
+            if current is not None and following is not None:
+                self._keep(current, following, self._make(current, following))
+
+    def _keep(self, current: PreparedBatch, following: PreparedBatch, plan: SharedPlan) -> None:
         with self._lock:
-            self._plans[last.serial, batch.serial] = plan
+            self._plans[current.serial, following.serial] = plan
             while len(self._plans) > _PLANS_KEPT:
                 self._plans.popitem(last=False)
 

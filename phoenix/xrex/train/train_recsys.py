@@ -101,6 +101,12 @@ _SHUFFLE_EXAMPLES = flags.DEFINE_integer(
 _PREFETCH_BATCHES = flags.DEFINE_integer(
     "prefetch_batches", 2, "Batches that are made ready ahead of the step.", lower_bound=1
 )
+_PREFETCH_WORKERS = flags.DEFINE_integer(
+    "prefetch_workers",
+    None,
+    "Threads that make batches ready. By default one for every 4 processors, at most 4.",
+    lower_bound=1,
+)
 _STALENESS = flags.DEFINE_enum(
     "staleness",
     ONE_STEP,
@@ -326,6 +332,7 @@ def _shared_capacity() -> SharedCapacity | None:
 
 
 def _train_config() -> TrainConfig:
+    prefetch_workers = _PREFETCH_WORKERS.value or min(4, max(1, (os.cpu_count() or 1) // 4))
     return TrainConfig(
         dataset=_DATASET.value,
         staleness=_STALENESS.value,
@@ -345,7 +352,8 @@ def _train_config() -> TrainConfig:
         max_grad_norm=_MAX_GRAD_NORM.value,
         skip_nonfinite=_SKIP_NONFINITE.value,
         shuffle_examples=_SHUFFLE_EXAMPLES.value,
-        prefetch_batches=_PREFETCH_BATCHES.value,
+        prefetch_batches=max(_PREFETCH_BATCHES.value, prefetch_workers),
+        prefetch_workers=prefetch_workers,
         checkpoint_every=_CHECKPOINT_EVERY.value,
         keep_checkpoints=_KEEP_CHECKPOINTS.value,
         log_every=_LOG_EVERY.value,

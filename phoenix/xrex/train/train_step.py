@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -79,6 +80,7 @@ class TrainStep:
             raise ValueError(f"shared={shared} is of use in the mode {EXACT!r}, not {staleness!r}")
         self._schedule = _make_schedule(setup, staleness, shared, make_engine)
         self._lock = threading.RLock()
+        self._numbers = itertools.count()
         self._evaluate: EvaluationProgram = evaluation_program(setup, self._schedule.engines[0])
         self._look_up: LookupProgram = lookup_program(setup, self._schedule.engines[0])
         self._at_exit = weakref.finalize(self, self._schedule.end_at_exit)
@@ -91,8 +93,9 @@ class TrainStep:
         """Checks a batch, groups its tokens and starts its way to the devices.
 
         `step`, `lookup` and `evaluate` take the result in place of the batch, and then need not do
-        it. Safe from any thread, beside a running step. Batches that are prepared in the order of
-        their steps also have the mode EXACT look for shared rows here.
+        it. Safe from any thread, beside a running step and each other. In the mode EXACT the rows
+        that two batches share are found here, too, if they are prepared in the order of their
+        steps.
 
         Raises:
           TypeError: the batch is malformed.
@@ -100,8 +103,9 @@ class TrainStep:
         """
         if isinstance(batch, PreparedBatch):
             return batch
+        number = next(self._numbers)
         prepared = prepare_batch(self._setup, batch)
-        self._schedule.prepared(prepared)
+        self._schedule.prepared(number, prepared)
         return prepared
 
     def step(

@@ -63,6 +63,7 @@ class TrainConfig:
       skip_nonfinite: see `TrainSetup`.
       shuffle_examples: training examples that are shuffled among each other, at least.
       prefetch_batches: batches that are made ready ahead.
+      prefetch_workers: threads that make them ready.
       checkpoint_every: steps between two checkpoints, each with an evaluation; None for one at the
         end of every epoch.
       keep_checkpoints: how many checkpoints to keep.
@@ -89,6 +90,7 @@ class TrainConfig:
     skip_nonfinite: bool
     shuffle_examples: int
     prefetch_batches: int
+    prefetch_workers: int
     checkpoint_every: int | None
     keep_checkpoints: int
     log_every: int
@@ -109,6 +111,7 @@ class TrainConfig:
             "num_epochs",
             "end_step",
             "prefetch_batches",
+            "prefetch_workers",
             "shared",
             "checkpoint_every",
             "keep_checkpoints",
@@ -298,7 +301,12 @@ class Trainer:
             exchange=self._processes.exchange("train"),
             stop_requested=self._stop_requested,
         )
-        return DataPipeline(stream, step.prepare, depth=config.prefetch_batches)
+        return DataPipeline(
+            stream,
+            step.prepare,
+            depth=config.prefetch_batches,
+            workers=config.prefetch_workers,
+        )
 
     def _num_steps(self) -> int | None:
         """Steps in all, as far as that is known beforehand."""
@@ -368,6 +376,7 @@ class Trainer:
                 stream,
                 functools.partial(prepare_batch, self._setup),
                 depth=config.prefetch_batches,
+                workers=config.prefetch_workers,
             ) as data,
         ):
             for item in data:

@@ -13,7 +13,7 @@ def same(item: Any) -> Any:
 
 
 def prefetch_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
 class Gated:
@@ -63,6 +63,25 @@ def test_results_are_made_ahead_up_to_the_depth_and_no_further(depth: int) -> No
 def test_preparing_runs_in_another_thread() -> None:
     with Prefetcher(iter([0]), lambda _: threading.current_thread(), depth=1) as results:
         assert next(results) is not threading.current_thread()
+
+
+def test_several_workers_prepare_at_once_and_keep_the_order() -> None:
+    both = threading.Barrier(2)
+
+    def prepare(item: int) -> int:
+        both.wait(timeout=30)  # ends only if another one is being prepared
+        return item
+
+    with Prefetcher(iter(range(6)), prepare, depth=2, workers=2) as results:
+        assert list(results) == list(range(6))
+
+
+def test_error_of_one_worker_comes_after_the_results_before_it_and_ends_the_rest() -> None:
+    with Prefetcher(iter([1, 0, 2]), lambda x: 4 // x, depth=3, workers=3) as results:
+        assert next(results) == 4
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                next(results)
 
 
 def failing_source() -> Iterator[int]:
@@ -121,6 +140,11 @@ def test_forgotten_prefetcher_leaves_no_thread() -> None:
     del results
     gc.collect()
     assert prefetch_threads() == []
+
+
+def test_no_worker_is_refused() -> None:
+    with pytest.raises(ValueError, match="workers=0"):
+        Prefetcher(iter([]), same, depth=1, workers=0)
 
 
 def test_depth_of_zero_is_refused() -> None:
