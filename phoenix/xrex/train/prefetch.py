@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
-
 _THREAD_NAME = "prefetch"
 
 
