@@ -10,6 +10,8 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+_INT64_MAX = np.iinfo(np.int64).max
+
 
 @dataclasses.dataclass(frozen=True)
 class TokenLayout:
@@ -37,10 +39,20 @@ class TokenLayout:
         return sum(math.prod(shape) for shape in self.shapes)
 
     def join(self, leaves: Sequence[np.ndarray]) -> np.ndarray:
-        """The features [B, ...] as one array [B, F]."""
-        if len(leaves) == 1:
-            return leaves[0].reshape(leaves[0].shape[0], -1)
-        return np.concatenate([leaf.reshape(leaf.shape[0], -1) for leaf in leaves], axis=1)
+        """The features [B, ...], of integers or of bools, as one array [B, F].
+
+        NumPy has no type for what uint64 and a signed type hold: there the result is int64, and
+        what it cannot hold becomes its largest value, outside any table.
+        """
+        flat = [leaf.reshape(leaf.shape[0], -1) for leaf in leaves]
+        if len(flat) == 1:
+            return flat[0]
+        if np.issubdtype(np.result_type(*flat), np.floating):
+            flat = [
+                np.minimum(leaf, _INT64_MAX) if leaf.dtype == np.uint64 else leaf for leaf in flat
+            ]
+            return np.concatenate(flat, axis=1, dtype=np.int64, casting="unsafe")
+        return np.concatenate(flat, axis=1)
 
     def split(self, embeddings: jax.Array) -> Any:
         """The embeddings [N, W] as the pytree of the features, each [B, ..., W]."""

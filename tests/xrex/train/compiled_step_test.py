@@ -40,21 +40,15 @@ def compiled_text(program: Any, arguments: Any) -> str:
     return program.lower(*arguments).compile().as_text()
 
 
-def copies_of_tables(text: str) -> list[str]:
-    """Copies of arrays with a dimension of the vocabulary: the table and the optimizer's state."""
-    pattern = rf"\[{helpers.VOCAB_ROWS}(?:,\d+)*\]\S* copy(?:-start)?\("
-    return [line for line in text.splitlines() if re.search(pattern, line)]
-
-
 def test_step_makes_no_copy_of_the_table() -> None:
     program, arguments = advance_and_arguments()
-    assert copies_of_tables(compiled_text(program, arguments)) == []
+    assert helpers.copies_of_tables(compiled_text(program, arguments)) == []
 
 
 def test_a_copy_of_the_table_would_be_seen() -> None:
     program, arguments = advance_and_arguments()
     not_donating = jax.jit(program.__wrapped__)
-    assert copies_of_tables(compiled_text(not_donating, arguments)) != []
+    assert helpers.copies_of_tables(compiled_text(not_donating, arguments)) != []
 
 
 def test_dense_passes_run_beside_the_exchange() -> None:

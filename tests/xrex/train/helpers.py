@@ -1,5 +1,6 @@
 """A training setup small enough for an exact oracle of its schedule."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -60,6 +61,7 @@ def toy_setup(
     *,
     loss_fn: Any = toy_loss,
     num_devices: int | None = None,
+    num_unique: int = NUM_EXAMPLES * NUM_TOKENS,
     out_of_range: Literal["clip", "zero"] = "clip",
     **changes: Any,
 ) -> TrainSetup:
@@ -71,7 +73,7 @@ def toy_setup(
         data_axis="data",
         tokens_per_batch=NUM_EXAMPLES * NUM_TOKENS,
         emb_width=EMB_WIDTH,
-        num_unique=NUM_EXAMPLES * NUM_TOKENS,
+        num_unique=num_unique,
         num_devices_per_node=mesh.size,
         options=async_emb.AsyncEmbOptions(deterministic=True, out_of_range=out_of_range),
     )
@@ -185,3 +187,9 @@ def assert_same_table(state: TrainState, expected: reference.TableState) -> None
 def host_copy(tree: Any) -> Any:
     """NumPy copies, not views: a view would keep the array from being donated."""
     return jax.tree.map(lambda x: np.array(x, copy=True), tree)
+
+
+def copies_of_tables(text: str) -> list[str]:
+    """Copies of arrays with a dimension of the vocabulary: the table and the optimizer's state."""
+    pattern = rf"\[{VOCAB_ROWS}(?:,\d+)*\]\S* copy(?:-start)?\("
+    return [line for line in text.splitlines() if re.search(pattern, line)]
