@@ -119,8 +119,13 @@ std::shared_ptr<PyContext> MakeContext(
                              .device_key = device_key,
                              .name = name,
                              .timeout = ResolveTimeout(timeout_secs, backend)};
-  return std::make_shared<PyContext>(
-      std::make_shared<AsyncEmbContext>(config, spec, backend, ProcessClock()));
+  std::shared_ptr<AsyncEmbContext> context;
+  {
+    nb::gil_scoped_release release;  // the device's memory takes its time
+    context = std::make_shared<AsyncEmbContext>(config, spec, backend,
+                                                ProcessClock());
+  }
+  return std::make_shared<PyContext>(std::move(context));
 }
 
 std::vector<nb::bytes> Reset(const PyContext& self, std::int32_t rank,

@@ -12,13 +12,6 @@
 namespace xrex::async_emb {
 namespace {
 
-// Leaves the communicator some of the 30 s that a destruction may take.
-constexpr std::chrono::seconds kTeardownLimit{25};
-
-// The clock may be injected, so a wait looks at it again after this much real
-// time.
-constexpr std::chrono::milliseconds kClockPoll{20};
-
 // What a completed step sends from one rank to all others.
 std::int64_t BytesSent(const PipelineSpec& spec, Pipeline pipeline) {
   const std::int64_t ids = spec.tokens_per_rank;
@@ -59,49 +52,13 @@ AsyncEmbContext::AsyncEmbContext(const ContextConfig& config,
     of_pipeline.guard = device.NewGuard(pipeline);
     of_pipeline.armed = device.NewEvent();
     of_pipeline.completed = device.NewEvent();
+    of_pipeline.taken = device.NewEvent();
   }
   resources_->never_armed = device.NewGuard(Pipeline::kLookup);
   resources_->never_armed->Fail();
   resources_->stream = device.NewSideStream();
   if (config_.run_watchdog_thread)
     watchdog_thread_ = std::thread([this] { RunWatchdog(); });
-}
-
-AsyncEmbContext::~AsyncEmbContext() {
-  const auto now = std::chrono::steady_clock::now();
-  Close(closed_ ? now : now + kTeardownLimit);  // it has had its time
-  if (!abandoned_) return;
-  LogWarning(StrCat(Describe(),
-                    ": its side stream did not end in time; leaking it and ",
-                    layout_.total_bytes(), " bytes of arena"));
-  static_cast<void>(resources_.release());
-  // Nor can the communicator go whose kernels still run.
-  static_cast<void>(new std::shared_ptr<Communicator>(communicator()));
-}
-
-void AsyncEmbContext::Close(std::chrono::steady_clock::time_point limit) {
-  StopWatchdog();
-  const std::string self = Describe();
-  {
-    // A start that is being enqueued ends first, and none comes after it.
-    std::lock_guard arm(arm_mutex_);
-    const bool running = std::any_of(
-        resources_->lanes.begin(), resources_->lanes.end(),
-        [](const Lane& lane) { return !lane.completed->IsComplete(); });
-    if (running) Abort(self + " was destroyed with a step in flight");
-    std::lock_guard state(state_mutex_);
-    if (!failure_) failure_ = self + " is closed";
-  }
-  closed_ = true;
-  abandoned_ =
-      !resources_->stream->Stop(limit - std::chrono::steady_clock::now());
-  if (abandoned_) return;
-  std::shared_ptr<Communicator> left;
-  {
-    std::lock_guard comm(comm_mutex_);
-    left = std::move(communicator_);
-  }
-  left.reset();  // tells the peers, however long somebody holds this context
 }
 
 std::vector<std::string> AsyncEmbContext::Reset(std::int32_t rank,
@@ -112,10 +69,19 @@ std::vector<std::string> AsyncEmbContext::Reset(std::int32_t rank,
     std::lock_guard arm(arm_mutex_);
     std::lock_guard comm(comm_mutex_);
     std::lock_guard state(state_mutex_);
+    state_.RequireReset(rank, world_size);
+    RequireDeviceIdleLocked();
     state_.Reset(rank, world_size);
     closed = std::move(communicator_);
   }
   closed.reset();  // talks to its peers, so without the locks
+  // Whatever fails while nothing is in flight is the end of the communicator.
+  const bool came_to_rest = std::ranges::none_of(
+      resources_->lanes, [](const Lane& lane) { return lane.guard->failed(); });
+  if (!came_to_rest) {
+    Abort(Describe() + " was reset, and its communicator did not come to rest");
+    Check();
+  }
   if (rank == 0) return backend_.MakePayloads(world_size);
   return std::vector<std::string>(static_cast<std::size_t>(world_size));
 }
@@ -141,15 +107,15 @@ void AsyncEmbContext::Handshake(const std::vector<std::string>& payloads,
     connecting = backend_.NewCommunicator({.rank = state_.rank(),
                                            .world_size = spec_.world_size,
                                            .min_ctas = spec_.min_ctas,
-                                           .max_ctas = spec_.max_ctas},
+                                           .max_ctas = spec_.max_ctas,
+                                           .step_timeout = config_.timeout},
                                           *resources_->device);
     communicator_ = connecting;
   }
   const Clock::TimePoint deadline =
       clock_.Now() + timeout.value_or(config_.timeout);
   try {
-    connecting->Connect(payloads, resources_->arena, layout_.total_bytes(),
-                        clock_, deadline);
+    connecting->Connect(payloads, resources_->arena, clock_, deadline);
     WarmUp(*connecting, deadline);
   } catch (const std::exception& error) {
     AdoptErrors();  // if there is one, it says it better
@@ -253,92 +219,27 @@ void AsyncEmbContext::WarmUpKernels() {
   device.EndStep(side, guard, 0);
 }
 
+void AsyncEmbContext::RequireDeviceIdleLocked() const {
+  for (const Pipeline pipeline : {Pipeline::kLookup, Pipeline::kUpdate}) {
+    const Lane& of_pipeline = lane(pipeline);
+    const std::int64_t armed = state_.armed(pipeline);
+    if (of_pipeline.guard->reached() >= armed &&
+        of_pipeline.taken->IsComplete()) {
+      continue;
+    }
+    throw AsyncEmbError(
+        ErrorCode::kFailedPrecondition,
+        StrCat("async_emb: reset came while ", PipelineName(pipeline), " step ",
+               armed,
+               " is on the device: wait for the results of its done first "
+               "(jax.block_until_ready), or abort"));
+  }
+}
+
 void AsyncEmbContext::ResetTableBinding() {
   Check();
   std::lock_guard state(state_mutex_);
   state_.ResetTableBinding();
-}
-
-void AsyncEmbContext::Abort(std::string_view reason) {
-  AdoptErrors();  // what went wrong on a peer before is the reason
-  {
-    std::lock_guard state(state_mutex_);
-    if (!failure_) failure_ = reason;
-  }
-  // Before the communicator: what it leaves behind must not be taken for good.
-  resources_->device->FailGuards();
-  // Read after the failure is set: a handshake publishes its communicator only
-  // if there is none.
-  const std::shared_ptr<Communicator> comm = communicator();
-  if (comm != nullptr) comm->Abort(reason);
-}
-
-bool AsyncEmbContext::AwaitQuiet(std::chrono::steady_clock::time_point limit) {
-  // Until a start has enqueued its step, the event tells of the step before.
-  {
-    std::lock_guard arm(arm_mutex_);
-  }
-  return std::all_of(resources_->lanes.begin(), resources_->lanes.end(),
-                     [limit](const Lane& lane) {
-                       return lane.completed->WaitFor(
-                           limit - std::chrono::steady_clock::now());
-                     });
-}
-
-void AsyncEmbContext::Check() {
-  AdoptErrors();
-  std::lock_guard state(state_mutex_);
-  if (failure_) ThrowAborted(*failure_);
-}
-
-std::optional<std::string> AsyncEmbContext::error() {
-  AdoptErrors();
-  std::lock_guard state(state_mutex_);
-  return failure_;
-}
-
-std::optional<std::string> AsyncEmbContext::FindGuardFailure() const {
-  for (const Lane& of_pipeline : resources_->lanes) {
-    switch (of_pipeline.guard->failure()) {
-      case StepFailure::kWrongRank:
-        return StrCat("the program on rank ", rank(),
-                      "'s device takes itself for another rank: it runs in a "
-                      "shard_map over another mesh than ctx.mesh; use "
-                      "ctx.mesh");
-      case StepFailure::kPeerFailed:
-        return StrCat("another rank has failed in ",
-                      PipelineName(of_pipeline.guard->pipeline()), " step ",
-                      of_pipeline.guard->good() + 1,
-                      ": its own error says why");
-      case StepFailure::kExchange:  // the communicator says why
-      case StepFailure::kNone:
-        break;
-    }
-  }
-  return std::nullopt;
-}
-
-void AsyncEmbContext::AdoptErrors() {
-  const std::shared_ptr<Communicator> comm = communicator();
-  if (comm == nullptr) return;
-  std::optional<std::string> found = comm->PollError();
-  if (!found) found = resources_->device->PollError();
-  if (!found) found = FindGuardFailure();
-  if (!found) return;
-  {
-    std::lock_guard comm_lock(comm_mutex_);
-    std::lock_guard state(state_mutex_);
-    // Nothing is taken over from a communicator that a reset has closed since.
-    if (failure_ || communicator_ != comm) return;
-    failure_ = found;
-  }
-  resources_->device->FailGuards();
-  comm->Abort(*found);  // one that failed by itself may still hold up its work
-}
-
-void AsyncEmbContext::ThrowAborted(const std::string& reason) {
-  throw AsyncEmbError(ErrorCode::kAborted,
-                      "async_emb communicator aborted: " + reason);
 }
 
 ContextStats AsyncEmbContext::stats() const {

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -121,15 +122,16 @@ class AsyncEmbContext {
   std::string Snapshot(std::string_view region_name);
 
   void ResetTableBinding();
-  // Ends every exchange that is not complete, on all ranks. Does not wait; the
-  // first reason stands.
+  // Ends every exchange that is not complete, on all ranks of this process.
+  // Does not wait; the first reason stands.
   void Abort(std::string_view reason);
   // Waits until the side stream touches nothing of the caller's any more, at
   // most until `limit`. For use after Abort; says whether it got there.
   bool AwaitQuiet(std::chrono::steady_clock::time_point limit);
-  // Aborts what is in flight and ends the side stream, waiting for it until
-  // `limit` at most: one that still runs when the context is destroyed is
-  // leaked. Later calls fail. One thread at a time.
+  // Aborts what is in flight and ends the side stream, waiting until `limit` at
+  // most for it and for what the caller's stream does with the context: what
+  // they use is leaked if they still run when the context is destroyed. Later
+  // calls fail. One thread at a time.
   void Close(std::chrono::steady_clock::time_point limit);
   // Throws the sticky error, if there is one.
   void Check();
@@ -155,6 +157,10 @@ class AsyncEmbContext {
     std::unique_ptr<StepGuard> guard;
     std::unique_ptr<Event> armed;      // the caller's inputs are there
     std::unique_ptr<Event> completed;  // the step has left the side stream
+    std::unique_ptr<Event> taken;      // its done has left the caller's stream
+    // An event could not be recorded: nobody knows when the work behind it
+    // ends.
+    std::atomic<bool> is_lost{false};
   };
   // All that running work may still touch. Leaked as a whole if the side stream
   // does not end.
@@ -189,8 +195,15 @@ class AsyncEmbContext {
   bool BeginFinish(Pipeline pipeline);
   void EndFinish(Pipeline pipeline);
   template <typename Enqueue>
-  std::int64_t ArmStep(Pipeline pipeline, const void* table,
+  std::int64_t ArmStep(StreamRef caller, Pipeline pipeline, const void* table,
                        const Enqueue& enqueue);
+  // `enqueue` lets the caller's stream write the outputs of the step that the
+  // guard tells of.
+  template <typename Enqueue>
+  void FinishStep(StreamRef caller, Pipeline pipeline, const Enqueue& enqueue);
+  // Records where `stream` is, after a failure: what it was given until then
+  // runs. A lane without the event is lost.
+  void RecordAfterFailure(Lane& of_pipeline, Event& event, StreamRef stream);
   void EnqueueRankCheck(StreamRef caller, Pipeline pipeline,
                         const std::int32_t* program_rank);
   // Marks the end of what was enqueued of a step.
@@ -209,7 +222,8 @@ class AsyncEmbContext {
   // Takes over an error that the communicator or a step on the device found, or
   // a peer reported.
   void AdoptErrors();
-  std::optional<std::string> FindGuardFailure() const;
+  std::optional<std::string> FindWrongRank() const;
+  std::optional<std::string> FindPeerFailure() const;
   [[noreturn]] static void ThrowAborted(const std::string& reason);
   // Runs every collective and every kernel once, so that the first step finds
   // nothing cold.
@@ -224,6 +238,11 @@ class AsyncEmbContext {
   std::string DescribeTimeout(Pipeline pipeline, std::int64_t step);
   // ": rank 1 has not arrived" of an exchange that waits, or nothing.
   std::string DescribeStall() const;
+  // Throws kFailedPrecondition if a device still works on a step that the host
+  // has done with. To be called with arm_mutex_ and state_mutex_.
+  void RequireDeviceIdleLocked() const;
+  // Close but for the communicator: says whether nothing runs any more.
+  bool EndWork(std::chrono::steady_clock::time_point limit);
 
   const ContextConfig config_;
   const PipelineSpec spec_;
@@ -235,9 +254,9 @@ class AsyncEmbContext {
   const ArenaLayout layout_;
 
   bool closed_ = false;     // by Close
-  bool abandoned_ = false;  // by Close: the side stream did not end
+  bool abandoned_ = false;  // by Close: work did not end
 
-  std::mutex arm_mutex_;  // one reset or start at a time
+  std::timed_mutex arm_mutex_;  // one reset or start at a time
 
   mutable std::mutex comm_mutex_;
   std::shared_ptr<Communicator> communicator_;  // guarded by comm_mutex_

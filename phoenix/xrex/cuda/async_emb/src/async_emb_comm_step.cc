@@ -5,6 +5,7 @@
 
 #include "phoenix/xrex/cuda/async_emb/src/async_emb_comm.hpp"
 #include "phoenix/xrex/cuda/async_emb/src/errors.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/log.hpp"
 #include "phoenix/xrex/cuda/async_emb/src/str_cat.hpp"
 
 namespace xrex::async_emb {
@@ -55,31 +56,76 @@ void AsyncEmbContext::EndFinish(Pipeline pipeline) {
 }
 
 template <typename Enqueue>
-std::int64_t AsyncEmbContext::ArmStep(Pipeline pipeline, const void* table,
+std::int64_t AsyncEmbContext::ArmStep(StreamRef caller, Pipeline pipeline,
+                                      const void* table,
                                       const Enqueue& enqueue) {
   std::lock_guard arm(arm_mutex_);
   const std::int64_t step = BeginStart(pipeline, table);
   if (step == 0) return 0;
-  // Found by this rank alone, so no handler fails: see the header.
-  const auto fail = [&](const std::exception& error) {
-    lane(pipeline).guard->Fail();
-    Abort(StrCat(PipelineName(pipeline),
-                 " could not be enqueued: ", error.what()));
+  Lane& of_pipeline = lane(pipeline);
+  bool failed = false;
+  const auto attempt = [&](const auto& work) {
+    try {
+      work();
+    } catch (const std::exception& error) {
+      // Found by this rank alone, so no handler fails: see the header.
+      failed = true;
+      of_pipeline.guard->Fail();
+      Abort(StrCat(PipelineName(pipeline),
+                   " could not be enqueued: ", error.what()));
+    }
   };
-  try {
-    enqueue(*communicator());
-  } catch (const std::exception& error) {
-    fail(error);
-  }
+  attempt([&] { enqueue(*communicator()); });
   // Also after a failure: what was enqueued before it still reads the caller's
   // arrays.
-  try {
-    EnqueueEnd(pipeline, step);
-  } catch (const std::exception& error) {
-    fail(error);
+  attempt([&] { EnqueueEnd(pipeline, step); });
+  if (failed) {
+    RecordAfterFailure(of_pipeline, *of_pipeline.armed, caller);
+    RecordAfterFailure(of_pipeline, *of_pipeline.completed,
+                       resources_->stream->ref());
   }
   EndStart(pipeline);
   return step;
+}
+
+template <typename Enqueue>
+void AsyncEmbContext::FinishStep(StreamRef caller, Pipeline pipeline,
+                                 const Enqueue& enqueue) {
+  const bool pending = BeginFinish(pipeline);
+  Device& device = *resources_->device;
+  Lane& of_pipeline = lane(pipeline);
+  StepGuard& never_armed = *resources_->never_armed;
+  try {
+    if (pending) {
+      device.WaitForStep(caller, *of_pipeline.guard, *of_pipeline.completed,
+                         clock_);
+    }
+    enqueue(pending ? *of_pipeline.guard : never_armed);
+    device.Record(*of_pipeline.taken, caller);
+  } catch (const std::exception& error) {
+    // Found by this rank alone, as above.
+    Abort(StrCat(PipelineName(pipeline),
+                 " could not be taken over: ", error.what()));
+    try {
+      enqueue(never_armed);
+    } catch (const std::exception& again) {
+      LogWarning(StrCat(Describe(), ": the outputs of ", PipelineName(pipeline),
+                        " are not written: ", again.what()));
+    }
+    RecordAfterFailure(of_pipeline, *of_pipeline.taken, caller);
+  }
+  if (pending) EndFinish(pipeline);
+}
+
+void AsyncEmbContext::RecordAfterFailure(Lane& of_pipeline, Event& event,
+                                         StreamRef stream) {
+  try {
+    resources_->device->Record(event, stream);
+  } catch (const std::exception& error) {
+    of_pipeline.is_lost = true;
+    LogWarning(StrCat(Describe(),
+                      ": the end of its work is not known: ", error.what()));
+  }
 }
 
 void AsyncEmbContext::EnqueueEnd(Pipeline pipeline, std::int64_t step) {
@@ -100,10 +146,11 @@ void AsyncEmbContext::EnqueueRankCheck(StreamRef caller, Pipeline pipeline,
 
 std::int64_t AsyncEmbContext::StartLookup(StreamRef caller,
                                           const LookupStart& args) {
-  return ArmStep(Pipeline::kLookup, args.table, [&](Communicator& comm) {
-    EnqueueRankCheck(caller, Pipeline::kLookup, args.program_rank);
-    EnqueueLookup(caller, args, comm);
-  });
+  return ArmStep(
+      caller, Pipeline::kLookup, args.table, [&](Communicator& comm) {
+        EnqueueRankCheck(caller, Pipeline::kLookup, args.program_rank);
+        EnqueueLookup(caller, args, comm);
+      });
 }
 
 void AsyncEmbContext::EnqueueLookup(StreamRef caller, const LookupStart& args,
@@ -138,24 +185,20 @@ void AsyncEmbContext::EnqueueLookup(StreamRef caller, const LookupStart& args,
 }
 
 void AsyncEmbContext::FinishLookup(StreamRef caller, Bf16Bits* embeddings) {
-  const bool pending = BeginFinish(Pipeline::kLookup);
-  Lane& lookup = lane(Pipeline::kLookup);
-  if (pending) {
-    resources_->device->WaitForStep(caller, *lookup.guard, *lookup.completed,
-                                    clock_);
-  }
-  resources_->device->CombineSlices(
-      caller, pending ? *lookup.guard : *resources_->never_armed, slice_shape(),
-      region<Bf16Bits>(Region::kLookupEmbeddings), embeddings);
-  if (pending) EndFinish(Pipeline::kLookup);
+  FinishStep(caller, Pipeline::kLookup, [&](const StepGuard& guard) {
+    resources_->device->CombineSlices(
+        caller, guard, slice_shape(),
+        region<Bf16Bits>(Region::kLookupEmbeddings), embeddings);
+  });
 }
 
 std::int64_t AsyncEmbContext::StartUpdate(StreamRef caller,
                                           const UpdateStart& args) {
-  return ArmStep(Pipeline::kUpdate, args.table, [&](Communicator& comm) {
-    EnqueueRankCheck(caller, Pipeline::kUpdate, args.program_rank);
-    EnqueueUpdate(caller, args, comm);
-  });
+  return ArmStep(
+      caller, Pipeline::kUpdate, args.table, [&](Communicator& comm) {
+        EnqueueRankCheck(caller, Pipeline::kUpdate, args.program_rank);
+        EnqueueUpdate(caller, args, comm);
+      });
 }
 
 void AsyncEmbContext::EnqueueUpdate(StreamRef caller, const UpdateStart& args,
@@ -233,20 +276,20 @@ void AsyncEmbContext::EnqueueApply(const UpdateStart& args) {
 
 void AsyncEmbContext::FinishUpdate(StreamRef caller, float* norm,
                                    std::int32_t* valid) {
-  const bool pending = BeginFinish(Pipeline::kUpdate);
-  Lane& update = lane(Pipeline::kUpdate);
-  if (pending) {
-    resources_->device->WaitForStep(caller, *update.guard, *update.completed,
-                                    clock_);
-  }
-  resources_->device->WriteResult(
-      caller, pending ? *update.guard : *resources_->never_armed,
-      region<UpdateResult>(Region::kUpdateResult), norm, valid);
-  if (pending) EndFinish(Pipeline::kUpdate);
+  FinishStep(caller, Pipeline::kUpdate, [&](const StepGuard& guard) {
+    resources_->device->WriteResult(caller, guard,
+                                    region<UpdateResult>(Region::kUpdateResult),
+                                    norm, valid);
+  });
 }
 
 void AsyncEmbContext::WritePin(StreamRef caller, float* pin) {
-  resources_->device->Zero(caller, pin, sizeof(float));
+  try {
+    resources_->device->Zero(caller, pin, sizeof(float));
+  } catch (const std::exception& error) {
+    // Found by this rank alone, as above; nobody reads a pin's value.
+    Abort(StrCat("a pin could not be written: ", error.what()));
+  }
 }
 
 SliceShape AsyncEmbContext::slice_shape() const {

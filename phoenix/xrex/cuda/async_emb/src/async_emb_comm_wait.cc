@@ -11,9 +11,6 @@
 namespace xrex::async_emb {
 namespace {
 
-// The clock may be injected, so a wait looks at it again after this much real
-// time.
-constexpr std::chrono::milliseconds kClockPoll{20};
 constexpr std::chrono::milliseconds kWatchdogPoll{100};
 
 double Seconds(Clock::Duration duration) {

@@ -21,4 +21,8 @@ class SteadyClock final : public Clock {
   TimePoint Now() const override { return std::chrono::steady_clock::now(); }
 };
 
+// A wait that ends by a clock, which may be injected, looks at it again after
+// this much real time.
+inline constexpr std::chrono::milliseconds kClockPoll{20};
+
 }  // namespace xrex::async_emb

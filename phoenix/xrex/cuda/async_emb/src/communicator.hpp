@@ -15,9 +15,9 @@
 namespace xrex::async_emb {
 
 // Collectives are enqueued in the same order on every rank. One that cannot be
-// completed, because the communicator was aborted, fails its step's guard;
-// later ones of that step do nothing. A collective completes on all ranks or on
-// none.
+// completed, because the communicator was aborted, fails its step's guard. On
+// the host one completes on all ranks or on none; on a device it may complete
+// on some ranks before an abort reaches the others.
 class Communicator {
  public:
   virtual ~Communicator() = default;
@@ -26,8 +26,7 @@ class Communicator {
   // kAborted. `payloads[i]` is what rank i made for this rank. `arena` holds
   // all send and receive buffers.
   virtual void Connect(const std::vector<std::string>& payloads,
-                       std::shared_ptr<std::byte> arena,
-                       std::size_t arena_bytes, const Clock& clock,
+                       std::shared_ptr<std::byte> arena, const Clock& clock,
                        Clock::TimePoint deadline) = 0;
 
   // send [bytes] -> recv [R * bytes], in rank order.

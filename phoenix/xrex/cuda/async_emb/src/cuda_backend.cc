@@ -7,17 +7,6 @@
 #include "phoenix/xrex/cuda/async_emb/src/nccl_communicator.hpp"
 
 namespace xrex::async_emb {
-namespace {
-
-// NCCL's own allocator gives memory that it can map on the peers.
-void* AllocateShared(std::size_t bytes) {
-  void* block = nullptr;
-  return ncclMemAlloc(&block, bytes) == ncclSuccess ? block : nullptr;
-}
-
-void ReleaseShared(void* block) { static_cast<void>(ncclMemFree(block)); }
-
-}  // namespace
 
 std::string_view CudaBackend::ResolveTransport(Transport wanted) const {
   if (wanted != Transport::kLsa) return "NCCL";
@@ -27,9 +16,7 @@ std::string_view CudaBackend::ResolveTransport(Transport wanted) const {
 }
 
 std::unique_ptr<Device> CudaBackend::NewDevice(std::int64_t device_key) {
-  return std::make_unique<CudaDevice>(
-      device_key, CudaDevice::Allocator{.allocate = &AllocateShared,
-                                        .release = &ReleaseShared});
+  return std::make_unique<CudaDevice>(device_key);
 }
 
 std::vector<std::string> CudaBackend::MakePayloads(std::int32_t world_size) {

@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <new>
 #include <thread>
-#include <utility>
 
 #include "phoenix/xrex/cuda/async_emb/src/arena_layout.hpp"
 #include "phoenix/xrex/cuda/async_emb/src/cuda_error_utils.hpp"
@@ -20,6 +19,12 @@ constexpr std::size_t kMaxGuards = kNumPipelines + 1;
 
 constexpr std::size_t Aligned(std::size_t bytes) {
   return (bytes + kArenaAlignment - 1) / kArenaAlignment * kArenaAlignment;
+}
+
+// What cudaStreamQuery and cudaEventQuery say of work that has ended. Any other
+// error may be another's, and says nothing of this device's work.
+bool HasEnded(cudaError_t code) {
+  return code == cudaSuccess || IsDeviceLost(code);
 }
 
 // Asks `is_done` until it says yes or `timeout` has passed, more and more
@@ -117,9 +122,9 @@ CudaStream::~CudaStream() {
 }
 
 bool CudaStream::Stop(std::chrono::nanoseconds timeout) {
-  return PollUntil(
-      [this] { return cudaStreamQuery(stream_) != cudaErrorNotReady; },
-      timeout);
+  const CudaDeviceScope scope(context_);
+  return PollUntil([this] { return HasEnded(cudaStreamQuery(stream_)); },
+                   timeout);
 }
 
 CudaEvent::CudaEvent(CUcontext context) : context_(context) {
@@ -134,15 +139,17 @@ CudaEvent::~CudaEvent() {
 }
 
 bool CudaEvent::IsComplete() const {
-  return cudaEventQuery(event_) != cudaErrorNotReady;
+  const CudaDeviceScope scope(context_);
+  return HasEnded(cudaEventQuery(event_));
 }
 
 bool CudaEvent::WaitFor(std::chrono::nanoseconds timeout) const {
   return PollUntil([this] { return IsComplete(); }, timeout);
 }
 
-MappedBlock::MappedBlock(CUcontext context, std::size_t bytes) {
-  const CudaDeviceScope scope(context);
+MappedBlock::MappedBlock(CUcontext context, std::size_t bytes)
+    : context_(context) {
+  const CudaDeviceScope scope(context_);
   void* block = nullptr;
   CheckCuda(
       cudaHostAlloc(&block, bytes, cudaHostAllocMapped | cudaHostAllocPortable),
@@ -151,7 +158,10 @@ MappedBlock::MappedBlock(CUcontext context, std::size_t bytes) {
   std::fill_n(bytes_, bytes, std::byte{0});
 }
 
-MappedBlock::~MappedBlock() { static_cast<void>(cudaFreeHost(bytes_)); }
+MappedBlock::~MappedBlock() {
+  const CudaDeviceScope scope(context_);
+  static_cast<void>(cudaFreeHost(bytes_));
+}
 
 struct CudaDevice::MappedWords {
   std::array<StepWords, kMaxGuards> guards;
@@ -183,10 +193,9 @@ class CudaDevice::Guard final : public StepGuard {
   const cuda_kernels::GuardView view_;
 };
 
-CudaDevice::CudaDevice(std::int64_t ordinal, Allocator allocator)
+CudaDevice::CudaDevice(std::int64_t ordinal)
     : ordinal_(CheckedOrdinal(ordinal)),
       context_(CudaDeviceScope::ContextOf(ordinal_)),
-      allocator_(std::move(allocator)),
       mapped_(context_, sizeof(MappedWords)),
       read_back_(context_) {
   new (mapped_.get()) MappedWords{};
@@ -214,8 +223,10 @@ std::unique_ptr<StepGuard> CudaDevice::NewGuard(Pipeline pipeline) {
 
 std::shared_ptr<std::byte> CudaDevice::AllocateArena(std::size_t bytes) {
   const CudaDeviceScope scope(context_);
-  void* block = allocator_.allocate(bytes);
-  if (block == nullptr) {
+  void* block = nullptr;
+  const cudaError_t allocated = cudaMalloc(&block, bytes);
+  if (allocated == cudaErrorMemoryAllocation) {
+    static_cast<void>(cudaGetLastError());  // told below, and not to others
     throw AsyncEmbError(
         ErrorCode::kResourceExhausted,
         StrCat("async_emb: the arena of ", bytes,
@@ -224,14 +235,16 @@ std::shared_ptr<std::byte> CudaDevice::AllocateArena(std::size_t bytes) {
                "XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise), or make "
                "tokens_per_batch, emb_width or num_unique smaller"));
   }
+  CheckCuda(allocated, "the arena");
   std::shared_ptr<std::byte> arena(
-      static_cast<std::byte*>(block),
-      [context = context_, release = allocator_.release](std::byte* freed) {
+      static_cast<std::byte*>(block), [context = context_](std::byte* freed) {
         const CudaDeviceScope scope_of_release(context);
-        release(freed);
+        static_cast<void>(cudaFree(freed));
       });
-  CheckCuda(cudaMemset(block, 0, bytes), "to zero the arena");
-  CheckCuda(cudaDeviceSynchronize(), "to zero the arena");
+  // Waits for nothing else that the device does.
+  const cudaStream_t stream = CudaStreamOf(read_back_.ref());
+  CheckCuda(cudaMemsetAsync(block, 0, bytes, stream), "to zero the arena");
+  CheckCuda(cudaStreamSynchronize(stream), "to zero the arena");
   return arena;
 }
 
@@ -257,7 +270,8 @@ void CudaDevice::BindScratch(std::byte* scratch, const PipelineSpec& spec) {
 
 std::optional<std::string> CudaDevice::PollError() const {
   // Any call tells of an error that no later call can get past.
-  const cudaError_t of_stream = cudaStreamQuery(read_back_.get());
+  const CudaDeviceScope scope(context_);
+  const cudaError_t of_stream = cudaStreamQuery(CudaStreamOf(read_back_.ref()));
   if (of_stream == cudaSuccess || of_stream == cudaErrorNotReady) {
     return std::nullopt;
   }
@@ -313,7 +327,7 @@ void CudaDevice::EndStep(StreamRef stream, StepGuard& guard,
 
 void CudaDevice::ReadBack(void* dst, const void* src, std::size_t bytes) {
   const CudaDeviceScope scope(context_);
-  const cudaStream_t stream = read_back_.get();
+  const cudaStream_t stream = CudaStreamOf(read_back_.ref());
   CheckCuda(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToHost, stream),
             "to copy the arena to the host");
   CheckCuda(cudaStreamSynchronize(stream), "to copy the arena to the host");

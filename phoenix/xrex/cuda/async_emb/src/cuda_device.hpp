@@ -8,7 +8,6 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -49,7 +48,6 @@ class CudaStream final : public Stream {
   CudaStream& operator=(const CudaStream&) = delete;
 
   StreamRef ref() override { return {stream_}; }
-  cudaStream_t get() const { return stream_; }
   // The owner enqueues no more: a CUDA stream cannot refuse work.
   bool Stop(std::chrono::nanoseconds timeout) override;
 
@@ -66,7 +64,7 @@ class CudaEvent final : public Event {
   CudaEvent(const CudaEvent&) = delete;
   CudaEvent& operator=(const CudaEvent&) = delete;
 
-  // An error of the device counts as complete: nothing behind it runs any more.
+  // A device that is lost counts as complete: nothing on it runs any more.
   bool IsComplete() const override;
   bool WaitFor(std::chrono::nanoseconds timeout) const override;
 
@@ -89,26 +87,20 @@ class MappedBlock {
   std::byte* get() const { return bytes_; }
 
  private:
+  const CUcontext context_;
   std::byte* bytes_ = nullptr;
 };
 
 class CudaDevice final : public Device {
  public:
-  // Allocates and frees device memory, in place of cudaMalloc: `allocate`
-  // returns null for want of memory.
-  struct Allocator {
-    std::function<void*(std::size_t bytes)> allocate;
-    std::function<void(void*)> release;
-  };
-
   // `ordinal` as CUDA counts the devices that this process sees. Throws
   // kInvalidArgument if there is none such.
-  CudaDevice(std::int64_t ordinal, Allocator allocator);
+  explicit CudaDevice(std::int64_t ordinal);
 
   CUcontext context() const { return context_; }
 
-  // [R, U + 1] floats of scratch for a sum over ranks in a fixed order. Not for
-  // use beside CheckUpdate, SumSegments and ApplyAdagrad.
+  // [R, U + 1] floats of scratch for a sum over ranks in a fixed order, one at
+  // a time; no kernel uses them.
   float* rank_parts() const { return rank_parts_; }
 
   std::unique_ptr<Stream> NewSideStream() override;
@@ -158,9 +150,9 @@ class CudaDevice final : public Device {
 
   const int ordinal_;
   const CUcontext context_;
-  const Allocator allocator_;
   const MappedBlock mapped_;
-  CudaStream read_back_;
+  // For the host's own copies. Mutable: to ask how far it is changes nothing.
+  mutable CudaStream read_back_;
   // Set before the first step, then only read.
   std::size_t num_guards_ = 0;
   DeviceWords* words_ = nullptr;

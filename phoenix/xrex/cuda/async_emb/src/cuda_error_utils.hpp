@@ -20,4 +20,28 @@ inline void CheckCuda(cudaError_t code, const char* what) {
                                    cudaGetErrorString(code), ")"));
 }
 
+// Whether a device has come to an end by this error: nothing on it runs any
+// more, and every later call gives the same.
+inline bool IsDeviceLost(cudaError_t code) {
+  switch (code) {
+    case cudaErrorECCUncorrectable:
+    case cudaErrorNvlinkUncorrectable:
+    case cudaErrorIllegalAddress:
+    case cudaErrorLaunchTimeout:
+    case cudaErrorContextIsDestroyed:
+    case cudaErrorAssert:
+    case cudaErrorHardwareStackError:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorInvalidAddressSpace:
+    case cudaErrorInvalidPc:
+    case cudaErrorLaunchFailure:
+    case cudaErrorMpsClientTerminated:
+    case cudaErrorExternalDevice:
+      return true;
+    default:
+      return false;
+  }
+}
+
 }  // namespace xrex::async_emb

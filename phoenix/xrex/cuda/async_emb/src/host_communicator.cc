@@ -23,8 +23,7 @@ HostCommunicator::~HostCommunicator() {
 
 void HostCommunicator::Connect(const std::vector<std::string>& payloads,
                                std::shared_ptr<std::byte> arena,
-                               std::size_t /*arena_bytes*/, const Clock& clock,
-                               Clock::TimePoint deadline) {
+                               const Clock& clock, Clock::TimePoint deadline) {
   const std::shared_ptr<HostRendezvous> found =
       find_rendezvous_(payloads.at(0));
   {

@@ -26,8 +26,8 @@ class HostCommunicator final : public Communicator {
   ~HostCommunicator() override;
 
   void Connect(const std::vector<std::string>& payloads,
-               std::shared_ptr<std::byte> arena, std::size_t arena_bytes,
-               const Clock& clock, Clock::TimePoint deadline) override;
+               std::shared_ptr<std::byte> arena, const Clock& clock,
+               Clock::TimePoint deadline) override;
   void AllGather(StreamRef stream, StepGuard& guard, const void* send,
                  void* recv, std::size_t bytes) override;
   void AllToAll(StreamRef stream, StepGuard& guard, const void* send,

@@ -7,14 +7,6 @@
 #include "phoenix/xrex/cuda/async_emb/src/str_cat.hpp"
 
 namespace xrex::async_emb {
-namespace {
-
-// The clock may be injected, so a wait looks at it again after this much real
-// time.
-constexpr std::chrono::milliseconds kClockPoll{20};
-
-}  // namespace
-
 HostRendezvous::HostRendezvous(std::int32_t world_size)
     : world_size_(world_size),
       joined_(static_cast<std::size_t>(world_size), false),

@@ -99,8 +99,7 @@ void NcclCommunicator::JoinGroup(const std::string& payload) {
 
 void NcclCommunicator::Connect(const std::vector<std::string>& payloads,
                                std::shared_ptr<std::byte> arena,
-                               std::size_t /*arena_bytes*/, const Clock& clock,
-                               Clock::TimePoint deadline) {
+                               const Clock& clock, Clock::TimePoint deadline) {
   RequireNcclEnvironment([](const char* name) { return std::getenv(name); });
   RequireUsableNccl();
   const ncclUniqueId id = UniqueIdOf(payloads);

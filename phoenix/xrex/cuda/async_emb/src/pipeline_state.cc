@@ -23,7 +23,8 @@ constexpr const char* DoneName(Pipeline pipeline) {
 
 }  // namespace
 
-void PipelineState::Reset(std::int32_t rank, std::int32_t world_size) {
+void PipelineState::RequireReset(std::int32_t rank,
+                                 std::int32_t world_size) const {
   const auto invalid = [](const std::string& message) {
     throw AsyncEmbError(ErrorCode::kInvalidArgument, message);
   };
@@ -46,6 +47,10 @@ void PipelineState::Reset(std::int32_t rank, std::int32_t world_size) {
         "reset came while a handshake waits for its peers: let it end first, "
         "or abort");
   }
+}
+
+void PipelineState::Reset(std::int32_t rank, std::int32_t world_size) {
+  RequireReset(rank, world_size);
   lifecycle_ = Lifecycle::kReset;
   rank_ = rank;
   table_ = nullptr;

@@ -44,8 +44,9 @@ class PipelineState {
 
   // --- life cycle ---
   // kInvalidArgument with the fixed texts for a bad rank or world size;
-  // kFailedPrecondition when a step or a handshake is pending. Forgets the
-  // table.
+  // kFailedPrecondition when a step or a handshake is pending.
+  void RequireReset(std::int32_t rank, std::int32_t world_size) const;
+  // The same, and forgets the table.
   void Reset(std::int32_t rank, std::int32_t world_size);
   // kReset -> kConnecting, or kFailedPrecondition.
   void BeginHandshake();

@@ -112,8 +112,8 @@ TEST(TeardownTest, WorkThatDoesNotEndKeepsWhatItTouches) {
   testing::internal::CaptureStderr();
   group->Destroy(0);
   EXPECT_EQ(testing::internal::GetCapturedStderr(),
-            "[async_emb] warning: context 7 rank 0: its side stream did not "
-            "end in time; leaking it and " +
+            "[async_emb] warning: context 7 rank 0: its work did not end in "
+            "time; leaking its side stream and " +
                 std::to_string(arena_bytes) + " bytes of arena\n");
   EXPECT_GT(backend.made().stop_timeout(), std::chrono::seconds(20));
   EXPECT_LE(backend.made().stop_timeout(), std::chrono::seconds(30));

@@ -35,10 +35,10 @@ class HookedCommunicator final : public Communicator {
   ~HookedCommunicator() override { backend_.SetCommunicator(rank_, nullptr); }
 
   void Connect(const std::vector<std::string>& payloads,
-               std::shared_ptr<std::byte> arena, std::size_t arena_bytes,
-               const Clock& clock, Clock::TimePoint deadline) override {
+               std::shared_ptr<std::byte> arena, const Clock& clock,
+               Clock::TimePoint deadline) override {
     backend_.OnConnect(arena);
-    inner_->Connect(payloads, std::move(arena), arena_bytes, clock, deadline);
+    inner_->Connect(payloads, std::move(arena), clock, deadline);
   }
   void AllGather(StreamRef stream, StepGuard& guard, const void* send,
                  void* recv, std::size_t bytes) override {

@@ -35,7 +35,7 @@ class HostBackendTest : public testing::Test {
 
   std::future<Outcome> ConnectAsync(Rank& rank, const std::string& payload) {
     return AttemptAsync([this, &rank, payload] {
-      rank.comm->Connect({payload}, rank.arena, 256, clock_,
+      rank.comm->Connect({payload}, rank.arena, clock_,
                          clock_.Now() + seconds(10));
     });
   }

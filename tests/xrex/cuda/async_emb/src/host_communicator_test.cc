@@ -58,7 +58,7 @@ class HostCommunicatorTest : public testing::Test {
 
   std::future<Outcome> ConnectAsync(std::int32_t rank) {
     return AttemptAsync([this, &own = at(rank)] {
-      own.comm->Connect({"payload"}, own.arena, 1024, clock_,
+      own.comm->Connect({"payload"}, own.arena, clock_,
                         clock_.Now() + seconds(10));
     });
   }
