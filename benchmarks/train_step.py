@@ -1,6 +1,6 @@
 """A whole training step in every staleness mode, native against plain JAX, in one run.
 
-One model, one stream of Zipf(1.2) batches, and several ways to train on it. Batches are prepared in
+One model, one stream of batches, and several ways to train on it. Batches are prepared in
 a thread ahead of the step, as in training. `dense_only` is the same model on embeddings that are
 there: what a step takes longer is the exposed time of its exchange. Units: milliseconds a step, N
 tokens in the global batch, V rows, W columns.
@@ -35,6 +35,9 @@ _PLATFORM = flags.DEFINE_enum(
 _DEVICES = flags.DEFINE_integer("devices", None, "How many; by default 4 CPU devices or all GPUs.")
 _EXAMPLES = flags.DEFINE_integer("examples", 2_048, "Examples of the global batch.")
 _FEATURES = flags.DEFINE_integer("features", 32, "Tokens of one example.")
+_IDS = flags.DEFINE_enum(
+    "ids", "zipf", ["zipf", "uniform"], "Zipf(1.2) over a permuted vocabulary, or uniform."
+)
 _WIDTH = flags.DEFINE_integer("width", 64, "W, columns of the table.")
 _ROWS = flags.DEFINE_integer("rows", 1_000_000, "V, rows of the table.")
 _HIDDEN = flags.DEFINE_integer("hidden", 256, "Width of the model's hidden layers.")
@@ -152,7 +155,8 @@ def _params(rng: np.random.Generator) -> Any:
 
 def _batches(rng: np.random.Generator) -> list[Batch]:
     shape = (_EXAMPLES.value, _FEATURES.value)
-    ids = measure.zipf_ids(rng, _DISTINCT_BATCHES * shape[0] * shape[1], _ROWS.value)
+    draw = measure.zipf_ids if _IDS.value == "zipf" else measure.uniform_ids
+    ids = draw(rng, _DISTINCT_BATCHES * shape[0] * shape[1], _ROWS.value)
     return [
         Batch(part, np.ones(shape, bool), rng.integers(0, 2, shape[0]).astype(np.float32))
         for part in ids.reshape(_DISTINCT_BATCHES, *shape)
@@ -224,7 +228,7 @@ def main(argv: Sequence[str]) -> None:
     step_ms = {name: ms / _STEPS_PER_WINDOW for name, ms in times.items()}
     measure.print_json(
         {
-            "case": "training step, Zipf(1.2) ids",
+            "case": f"training step, {_IDS.value} ids",
             "step_ms": {name: round(ms, 3) for name, ms in step_ms.items()},
             "exposed_ms": {
                 name: round(ms - step_ms[_DENSE_ONLY], 3) for name, ms in step_ms.items()

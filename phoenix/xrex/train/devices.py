@@ -12,16 +12,25 @@ CPU, GPU = "cpu", "gpu"
 PLATFORMS = (CPU, GPU)
 
 _DEFAULT_CPU_DEVICES = 4
+_DETERMINISTIC_FLAG = "--xla_gpu_deterministic_ops=true"
 _COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 
-def training_mesh(platform: str, num_devices: int | None = None, axis: str = "data") -> Mesh:
+def training_mesh(
+    platform: str,
+    num_devices: int | None = None,
+    axis: str = "data",
+    *,
+    deterministic: bool = False,
+) -> Mesh:
     """A mesh of devices along one axis.
 
     Args:
       platform: CPU or GPU.
       num_devices: devices of each process; None for 4 virtual CPU devices or all GPUs.
       axis: name of the axis.
+      deterministic: have XLA choose kernels that give the same bits in every run; those for CPUs
+        always do.
 
     Raises:
       ValueError: `num_devices` is not positive.
@@ -29,6 +38,8 @@ def training_mesh(platform: str, num_devices: int | None = None, axis: str = "da
     """
     if platform == CPU:
         return cpu_mesh(_DEFAULT_CPU_DEVICES if num_devices is None else num_devices, axis)
+    if deterministic:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DETERMINISTIC_FLAG}".strip()
     return gpu_mesh(num_devices, axis)
 
 

@@ -206,6 +206,12 @@ _MAX_GRAD_NORM = flags.DEFINE_float(
 _SKIP_NONFINITE = flags.DEFINE_bool(
     "skip_nonfinite", True, "Let a step with NaN or infinite gradients change nothing at all."
 )
+_DETERMINISTIC = flags.DEFINE_bool(
+    "deterministic",
+    False,
+    "Sum in a fixed order: runs with the same settings then have the same bits, and "
+    "--staleness=exact those of synchronous.",
+)
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Folder for all that is written. By default a new temporary folder."
 )
@@ -351,6 +357,7 @@ def _train_config() -> TrainConfig:
         decay_steps=_DECAY_STEPS.value,
         max_grad_norm=_MAX_GRAD_NORM.value,
         skip_nonfinite=_SKIP_NONFINITE.value,
+        deterministic=_DETERMINISTIC.value,
         shuffle_examples=_SHUFFLE_EXAMPLES.value,
         prefetch_batches=max(_PREFETCH_BATCHES.value, prefetch_workers),
         prefetch_workers=prefetch_workers,
@@ -406,7 +413,7 @@ def _run() -> None:
     with timer.phase("data set"):
         dataset = datasets.load_dataset(_data_config(processes.num_processes))
     config = _train_config()
-    mesh = training_mesh(_PLATFORM.value, _DEVICES.value)
+    mesh = training_mesh(_PLATFORM.value, _DEVICES.value, deterministic=_DETERMINISTIC.value)
     tell(
         f"{config.dataset}: {_describe_sizes(dataset)}; {config.staleness} training on {mesh.size} "
         f"{_PLATFORM.value.upper()} devices, seed {config.seed}"

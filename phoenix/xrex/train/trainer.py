@@ -61,6 +61,7 @@ class TrainConfig:
       decay_steps: steps of COSINE in all, those of the warm-up included.
       max_grad_norm: see `TrainSetup`.
       skip_nonfinite: see `TrainSetup`.
+      deterministic: sum sparse gradients in the fixed order; see `AsyncEmbOptions`.
       shuffle_examples: training examples that are shuffled among each other, at least.
       prefetch_batches: batches that are made ready ahead.
       prefetch_workers: threads that make them ready.
@@ -88,6 +89,7 @@ class TrainConfig:
     decay_steps: int | None
     max_grad_norm: float | None
     skip_nonfinite: bool
+    deterministic: bool
     shuffle_examples: int
     prefetch_batches: int
     prefetch_workers: int
@@ -432,6 +434,7 @@ def _make_setup(config: TrainConfig, dataset: Dataset, mesh: Mesh, model: MlpRan
         emb_width=config.emb_width,
         num_unique=min(num_tokens, dataset.max_distinct_rows),
         num_devices_per_node=len(mesh.local_devices),
+        options=async_emb.AsyncEmbOptions(deterministic=config.deterministic),
     )
     return TrainSetup(
         ctx=ctx,
