@@ -119,7 +119,7 @@ class ExactSchedule(Schedule):
         self._short_way: Any = None
         self._long_way: Any = None
         self._last: Any = None
-        self._ways: tuple[Any, Any] | None = None
+        self._ways: dict[Any, tuple[Any, Any]] = {}
 
     def _make_programs(self, like_state: Any) -> None:
         tokens: Any = self.setup.token_sharding()
@@ -177,15 +177,16 @@ class ExactSchedule(Schedule):
         self.counts.tokens += shared.num_tokens
 
     def _both_ways(self, *inputs: Any) -> tuple[Any, Any]:
-        """The compiled programs, both made at once: no later step stops to compile."""
-        if self._ways is None:
-            *common, following = inputs
+        """The compiled programs, both made at once: no later step of such a batch compiles one."""
+        *common, following = inputs
+        types = _types_of(common[-1])
+        if types not in self._ways:
             ids = following.arrays.ids
-            self._ways = (
+            self._ways[types] = (
                 self._short_way.lower(*common, ids, self._planner.empty()).compile(),
                 self._long_way.lower(*common, ids).compile(),
             )
-        return self._ways
+        return self._ways[types]
 
     def _refill(self, state: TrainState, current: PreparedBatch) -> TrainState:
         """Looks the step's own batch up, in a table that has seen every update."""
@@ -403,6 +404,12 @@ class ExactSchedule(Schedule):
         return jax.shard_map(
             per_rank, mesh=self.setup.ctx.mesh, in_specs=(spec, spec, spec), out_specs=spec
         )(embeddings, rows, index)
+
+
+def _types_of(tree: Any) -> Any:
+    """What tells programs that take this pytree from those that take another."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def _bits(rows: jax.Array) -> Any:

@@ -21,7 +21,7 @@ from xrex.train.train_step import TrainStep
 
 ALL_MODES = pytest.mark.parametrize("mode", MODES)
 # So many shared rows that some pairs of the batches below have room and some have not.
-SHARED_ROWS = 8
+SHARED_ROWS = 5
 # About half of the batches below have larger gradients.
 LIMIT = 24.0
 NUM_STEPS = 10
@@ -89,10 +89,11 @@ def make_setup(**changes: Any) -> TrainSetup:
 @functools.cache
 def make_step(setup: TrainSetup, mode: str) -> TrainStep:
     """Compiled once for all tests."""
-    if mode != EXACT:
-        return TrainStep(setup, mode)
-    tokens = setup.ctx.tokens_per_rank
-    return TrainStep(setup, mode, shared=SharedCapacity(rows=SHARED_ROWS, tokens_per_rank=tokens))
+    return TrainStep(setup, mode, shared=shared_capacity(setup) if mode == EXACT else None)
+
+
+def shared_capacity(setup: TrainSetup) -> SharedCapacity:
+    return SharedCapacity(rows=SHARED_ROWS, tokens_per_rank=setup.ctx.tokens_per_rank)
 
 
 def run(mode: str, batches: Sequence[Any] = BATCHES, params: Any = None, **changes: Any) -> Outcome:
@@ -148,6 +149,16 @@ def numpy_norm(metrics: StepMetrics, batch: RuledBatch) -> float:
     np.add.at(sums, batch.ids.reshape(-1), grads.astype(np.float64))
     sums = sums.astype(ml_dtypes.bfloat16).astype(np.float64)
     return float(np.sqrt(np.sum(sums**2) + batch.bias_grad[0] ** 2))
+
+
+def test_batches_of_the_test_take_both_ways() -> None:
+    with TrainStep(make_setup(), EXACT, shared=shared_capacity(make_setup())) as step:
+        state = step.init(helpers.toy_params(), helpers.toy_table())
+        for batch, next_batch in look_ahead(BATCHES):
+            state, _ = step.step(state, batch, next_batch)
+        counts = step.shared_counts()
+    assert counts is not None
+    assert 0 < counts.long_way_steps < counts.steps
 
 
 @ALL_MODES
