@@ -93,7 +93,8 @@ void NcclCommunicator::JoinGroup(const std::string& payload) {
     group_ = group;
     early = abort_reason_;
   }
-  group->Join(this, [this] { End(); });
+  group->Join(this, {.fail = [this] { device_.FailGuards(); },
+                     .end = [this] { End(); }});
   if (early) group->Abort(*early);  // the peers must hear of it
 }
 
@@ -252,12 +253,11 @@ void NcclCommunicator::Abort(std::string_view reason) {
     if (group == nullptr && !abort_reason_) abort_reason_ = reason;
   }
   if (group != nullptr) return group->Abort(reason);
+  device_.FailGuards();
   End();
 }
 
 void NcclCommunicator::End() {
-  // First of all: what NCCL leaves behind must not be taken for good.
-  device_.FailGuards();
   // From here on nobody waits for NCCL with the handle's mutex.
   if (!aborted_.exchange(true)) AbortHandle();
 }

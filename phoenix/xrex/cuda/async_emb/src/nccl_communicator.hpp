@@ -87,7 +87,8 @@ class NcclCommunicator final : public Communicator {
   ncclResult_t Await(ncclResult_t result, const IsLate& is_late) const;
   [[noreturn]] void Throw(ncclResult_t result, const char* what) const;
   void CloseInOrder();
-  // This communicator's own part of an abort.
+  // This communicator's own part of an abort, once its device's guards have
+  // failed: what NCCL leaves behind must not be taken for good.
   void End();
   void AbortHandle();
   std::optional<std::string> abort_reason() const;

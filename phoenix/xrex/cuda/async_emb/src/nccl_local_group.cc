@@ -4,10 +4,13 @@
 
 namespace xrex::async_emb {
 
-void NcclLocalGroup::Join(const void* member, EndMember end) {
+void NcclLocalGroup::Join(const void* member, Ending ending) {
   std::lock_guard lock(mutex_);
-  const auto joined = members_.insert_or_assign(member, std::move(end)).first;
-  if (abort_reason_) joined->second();
+  const Ending& joined =
+      members_.insert_or_assign(member, std::move(ending)).first->second;
+  if (!abort_reason_) return;
+  joined.fail();
+  joined.end();
 }
 
 void NcclLocalGroup::Leave(const void* member) {
@@ -19,7 +22,8 @@ void NcclLocalGroup::Abort(std::string_view reason) {
   std::lock_guard lock(mutex_);
   if (abort_reason_) return;
   abort_reason_ = reason;
-  for (const auto& [member, end] : members_) end();
+  for (const auto& [member, ending] : members_) ending.fail();
+  for (const auto& [member, ending] : members_) ending.end();
 }
 
 std::optional<std::string> NcclLocalGroup::abort_reason() const {

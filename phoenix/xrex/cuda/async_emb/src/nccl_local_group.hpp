@@ -14,13 +14,16 @@ namespace xrex::async_emb {
 
 class NcclLocalGroup {
  public:
-  // Ends a member: quickly, without a call of the group.
-  using EndMember = std::function<void()>;
+  // What an abort does with a member: quickly, and without a call of the group.
+  struct Ending {
+    std::function<void()> fail;  // what it is in the middle of is void
+    std::function<void()> end;   // after all members have failed
+  };
 
   // `member` stands for the member and is not looked at. A group that was
   // aborted before ends it at once.
-  void Join(const void* member, EndMember end);
-  // Afterwards the member's function neither runs nor is called any more.
+  void Join(const void* member, Ending ending);
+  // Afterwards the member's functions neither run nor are called any more.
   void Leave(const void* member);
 
   // Ends all members, those that join later too. Any thread, any number of
@@ -30,7 +33,7 @@ class NcclLocalGroup {
 
  private:
   mutable std::mutex mutex_;  // guards everything below, and calls of members
-  std::map<const void*, EndMember> members_;
+  std::map<const void*, Ending> members_;
   std::optional<std::string> abort_reason_;
 };
 

@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cstddef>
 #include <memory>
 #include <optional>
 #include <string>
@@ -21,12 +22,20 @@ class NcclLocalGroupTest : public testing::Test {
  protected:
   // Members are told apart by their place in `ended_`.
   void Join(const int& member) {
-    group_.Join(&member, [this, &member] { ended_.push_back(member); });
+    group_.Join(&member,
+                {.fail = [this, &member] { failed_.push_back(member); },
+                 .end =
+                     [this, &member] {
+                       failed_when_ended_.push_back(failed_.size());
+                       ended_.push_back(member);
+                     }});
   }
 
   const int first_ = 1;
   const int second_ = 2;
+  std::vector<int> failed_;
   std::vector<int> ended_;
+  std::vector<std::size_t> failed_when_ended_;
   NcclLocalGroup group_;
 };
 
@@ -36,6 +45,13 @@ TEST_F(NcclLocalGroupTest, AnAbortEndsEveryMember) {
   group_.Abort("enough");
   EXPECT_THAT(ended_, testing::UnorderedElementsAre(1, 2));
   EXPECT_EQ(group_.abort_reason(), "enough");
+}
+
+TEST_F(NcclLocalGroupTest, AllHaveFailedBeforeTheFirstEnds) {
+  Join(first_);
+  Join(second_);
+  group_.Abort("enough");
+  EXPECT_THAT(failed_when_ended_, ElementsAre(2, 2));
 }
 
 TEST_F(NcclLocalGroupTest, NobodyEndsWithoutAnAbort) {
@@ -69,10 +85,12 @@ TEST_F(NcclLocalGroupTest, WhoHasLeftIsLeftAlone) {
 TEST_F(NcclLocalGroupTest, AMemberLeavesOnlyWhenItsEndHasReturned) {
   Gate gate;
   bool has_ended = false;
-  group_.Join(&first_, [&] {
-    gate.Pass();
-    has_ended = true;
-  });
+  group_.Join(&first_, {.fail = [] {},
+                        .end =
+                            [&] {
+                              gate.Pass();
+                              has_ended = true;
+                            }});
   auto aborting = AttemptAsync([&] { group_.Abort("enough"); });
   gate.AwaitArrival();
   auto leaving = AttemptAsync([&] {
