@@ -256,7 +256,7 @@ class AsyncEmbContext {
   bool closed_ = false;     // by Close
   bool abandoned_ = false;  // by Close: work did not end
 
-  std::timed_mutex arm_mutex_;  // one reset or start at a time
+  std::mutex arm_mutex_;  // one reset or start at a time
 
   mutable std::mutex comm_mutex_;
   std::shared_ptr<Communicator> communicator_;  // guarded by comm_mutex_

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <chrono>
 #include <mutex>
+#include <thread>
 #include <utility>
 
 #include "phoenix/xrex/cuda/async_emb/src/async_emb_comm.hpp"
@@ -17,6 +18,17 @@ constexpr std::chrono::seconds kTeardownLimit{25};
 
 // For a start that is being enqueued, before it is aborted.
 constexpr std::chrono::seconds kStartPatience{2};
+
+// In place of std::timed_mutex, whose wait by a steady clock thread sanitizers
+// do not know.
+bool LockUntil(std::unique_lock<std::mutex>& lock,
+               std::chrono::steady_clock::time_point limit) {
+  while (!lock.try_lock()) {
+    if (std::chrono::steady_clock::now() >= limit) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
+}
 
 }  // namespace
 
@@ -37,8 +49,8 @@ void AsyncEmbContext::Abort(std::string_view reason) {
 bool AsyncEmbContext::AwaitQuiet(std::chrono::steady_clock::time_point limit) {
   // Until a start has enqueued its step, the event tells of the step before.
   {
-    const std::unique_lock arm(arm_mutex_, limit);
-    if (!arm.owns_lock()) return false;
+    std::unique_lock arm(arm_mutex_, std::defer_lock);
+    if (!LockUntil(arm, limit)) return false;
   }
   return std::ranges::all_of(resources_->lanes, [limit](const Lane& lane) {
     return !lane.is_lost &&
@@ -136,10 +148,10 @@ bool AsyncEmbContext::EndWork(std::chrono::steady_clock::time_point limit) {
   {
     // A start that is being enqueued ends first, and none comes after it.
     std::unique_lock arm(arm_mutex_, std::defer_lock);
-    if (!arm.try_lock_until(
-            std::min(limit, steady_clock::now() + kStartPatience))) {
+    if (!LockUntil(arm,
+                   std::min(limit, steady_clock::now() + kStartPatience))) {
       Abort(self + " was destroyed while a step was being enqueued");
-      if (!arm.try_lock_until(limit)) return false;
+      if (!LockUntil(arm, limit)) return false;
     }
     const bool running = std::ranges::any_of(
         lanes, [](const Lane& lane) { return !lane.completed->IsComplete(); });
