@@ -47,10 +47,15 @@ _SHARED_ROWS = flags.DEFINE_integer("shared_rows", None, "Capacity of the mode e
 _SHARED_TOKENS = flags.DEFINE_integer("shared_tokens", None, "Likewise, on each rank.")
 _PLAIN = flags.DEFINE_bool("plain", True, "Time the plain JAX path, too.")
 _PREFETCH_WORKERS = flags.DEFINE_integer("prefetch_workers", 1, "Threads that prepare batches.")
+_STEPS_PER_WINDOW = flags.DEFINE_integer(
+    "steps_per_window",
+    4,
+    "Steps that are timed together; the host waits after them.",
+    lower_bound=1,
+)
 _REPETITIONS = flags.DEFINE_integer("repetitions", 15, "Timed windows of each way.")
 
 _SEED = 0
-_STEPS_PER_WINDOW = 4
 _DISTINCT_BATCHES = 8
 _PLAIN_MODES = ("one_step", "synchronous")
 _DENSE_ONLY = "dense_only"
@@ -79,10 +84,10 @@ class Run:
 
     def window(self) -> Any:
         """Trains a few steps; what comes back is ready when they are."""
-        for _ in range(_STEPS_PER_WINDOW):
+        for _ in range(_STEPS_PER_WINDOW.value):
             batch, self._next = self._next, next(self._batches)
             self._state, metrics = self.step.step(self._state, batch, self._next)
-        self.num_steps += _STEPS_PER_WINDOW
+        self.num_steps += _STEPS_PER_WINDOW.value
         return self._state.dense_params, metrics.loss
 
     def describe(self) -> dict[str, Any]:
@@ -128,7 +133,7 @@ class DenseOnly:
 
     def window(self) -> Any:
         """Makes a few steps; what comes back is ready when they are."""
-        for _ in range(_STEPS_PER_WINDOW):
+        for _ in range(_STEPS_PER_WINDOW.value):
             self._state, rows_grad = self._advance(self._state, self._rows, self._batch)
         return self._state, rows_grad
 
@@ -225,7 +230,7 @@ def main(argv: Sequence[str]) -> None:
     windows: dict[str, Callable[[], Any]] = {name: run.window for name, run in runs.items()}
     windows[_DENSE_ONLY] = DenseOnly(_setup(_DENSE_ONLY, mesh), batches[0], params).window
     times = measure.time_in_turn(windows, repetitions=_REPETITIONS.value)
-    step_ms = {name: ms / _STEPS_PER_WINDOW for name, ms in times.items()}
+    step_ms = {name: ms / _STEPS_PER_WINDOW.value for name, ms in times.items()}
     measure.print_json(
         {
             "case": f"training step, {_IDS.value} ids",

@@ -97,6 +97,9 @@ class TrainStep:
         that two batches share are found here, too, if they are prepared in the order of their
         steps.
 
+        The batch's arrays are not to be written to until its step is done: they may be read where
+        they lie.
+
         Raises:
           TypeError: the batch is malformed.
           ValueError: likewise.

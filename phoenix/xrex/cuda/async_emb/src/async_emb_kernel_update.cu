@@ -118,8 +118,9 @@ void CountDuplicates(cudaStream_t stream, const UpdateCheckArgs& args,
 
 // --- Norm and decision -----------------------------------------------------
 
-// Values that one block sums in one go: a run for each of its threads.
-constexpr unsigned kDecideThreads = 1024;
+// Values that the deciding block sums in one go: a run for each of its threads.
+// A block of many takes longer for them than a whole grid and one more launch.
+constexpr unsigned kDecideThreads = 64;
 constexpr std::int64_t kDecideValues =
     std::int64_t{kDecideThreads} * kRunLength;
 
