@@ -1,9 +1,11 @@
 // How a context ends: aborts, errors that are taken over, closing.
 #include <algorithm>
 #include <chrono>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "phoenix/xrex/cuda/async_emb/src/async_emb_comm.hpp"
 #include "phoenix/xrex/cuda/async_emb/src/errors.hpp"
@@ -123,9 +125,15 @@ AsyncEmbContext::~AsyncEmbContext() {
                     ": its work did not end in time; leaking its side stream "
                     "and ",
                     layout_.total_bytes(), " bytes of arena"));
-  static_cast<void>(resources_.release());
   // Nor can the communicator go whose kernels still run.
-  static_cast<void>(new std::shared_ptr<Communicator>(communicator()));
+  struct Leaked {
+    std::unique_ptr<Resources> resources;
+    std::shared_ptr<Communicator> communicator;
+  };
+  static std::mutex mutex;
+  static auto* const leaked = new std::vector<Leaked>;  // guarded by mutex
+  std::lock_guard lock(mutex);
+  leaked->push_back({std::move(resources_), communicator()});
 }
 
 void AsyncEmbContext::Close(std::chrono::steady_clock::time_point limit) {

@@ -16,23 +16,8 @@
 #include "tests/xrex/cuda/async_emb/src/context_group.hpp"
 #include "tests/xrex/cuda/async_emb/src/testing_util.hpp"
 
-#if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/lsan_interface.h>
-#endif
-
 namespace xrex::async_emb {
 namespace {
-
-// What is allocated while it lives may leak.
-class LeaksAllowed {
- public:
-#if defined(__SANITIZE_ADDRESS__)
-  LeaksAllowed() { __lsan_disable(); }
-  ~LeaksAllowed() { __lsan_enable(); }
-#else
-  LeaksAllowed() {}
-#endif
-};
 
 // A host stream whose work is said to run on when it is stopped. The backend
 // owns what is inside, since this one is never destroyed.
@@ -99,11 +84,7 @@ TEST(TeardownTest, WorkThatDoesNotEndKeepsWhatItTouches) {
   FakeClock clock;
   StuckBackend backend;
   Gate gate;
-  std::unique_ptr<ContextGroup> group;
-  {
-    const LeaksAllowed allowed;
-    group = std::make_unique<ContextGroup>(backend, clock, SmallSpec(1));
-  }
+  auto group = std::make_unique<ContextGroup>(backend, clock, SmallSpec(1));
   group->BringUp();
   const std::size_t arena_bytes = (*group)[0].arena_bytes();
   backend.stream().Enqueue([&gate] { gate.Pass(); });
@@ -126,11 +107,7 @@ TEST(TeardownTest, WorkThatDoesNotEndKeepsWhatItTouches) {
 TEST(TeardownTest, AContextThatWasClosedInVainIsNotWaitedForAgain) {
   FakeClock clock;
   StuckBackend backend;
-  std::unique_ptr<ContextGroup> group;
-  {
-    const LeaksAllowed allowed;
-    group = std::make_unique<ContextGroup>(backend, clock, SmallSpec(1));
-  }
+  auto group = std::make_unique<ContextGroup>(backend, clock, SmallSpec(1));
   group->BringUp();
   (*group)[0].Close(std::chrono::steady_clock::now() + std::chrono::hours(1));
   EXPECT_GT(backend.made().stop_timeout(), std::chrono::minutes(30));
