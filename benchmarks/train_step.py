@@ -9,6 +9,7 @@ tokens in the global batch, V rows, W columns.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -46,6 +47,10 @@ _UNIQUE = flags.DEFINE_integer("unique", None, "U, distinct rows of a batch; by 
 _SHARED_ROWS = flags.DEFINE_integer("shared_rows", None, "Capacity of the mode exact.")
 _SHARED_TOKENS = flags.DEFINE_integer("shared_tokens", None, "Likewise, on each rank.")
 _PLAIN = flags.DEFINE_bool("plain", True, "Time the plain JAX path, too.")
+_MAX_CTAS = flags.DEFINE_list(
+    "max_ctas", ["4"], "Blocks that the communicator may take on a GPU; one run for each."
+)
+_OUT = flags.DEFINE_string("out", "", "File that the records are written to as well.")
 _PREFETCH_WORKERS = flags.DEFINE_integer("prefetch_workers", 1, "Threads that prepare batches.")
 _STEPS_PER_WINDOW = flags.DEFINE_integer(
     "steps_per_window",
@@ -168,7 +173,7 @@ def _batches(rng: np.random.Generator) -> list[Batch]:
     ]
 
 
-def _setup(name: str, mesh: jax.sharding.Mesh) -> TrainSetup:
+def _setup(name: str, mesh: jax.sharding.Mesh, max_ctas: int = 4) -> TrainSetup:
     num_tokens = _EXAMPLES.value * _FEATURES.value
     ctx = async_emb.make_context_handle(
         mesh,
@@ -178,6 +183,7 @@ def _setup(name: str, mesh: jax.sharding.Mesh) -> TrainSetup:
         emb_width=_WIDTH.value,
         num_unique=_UNIQUE.value or num_tokens,
         num_devices_per_node=mesh.size,
+        options=async_emb.AsyncEmbOptions(min_ctas=min(max_ctas, 4), max_ctas=max_ctas),
         name=name,
     )
     return TrainSetup(
@@ -190,12 +196,14 @@ def _setup(name: str, mesh: jax.sharding.Mesh) -> TrainSetup:
     )
 
 
-def _steps(mesh: jax.sharding.Mesh) -> dict[str, TrainStep]:
+def _steps(mesh: jax.sharding.Mesh, max_ctas: int) -> dict[str, TrainStep]:
     shared = None
     if _SHARED_ROWS.value is not None:
         shared = SharedCapacity(rows=_SHARED_ROWS.value, tokens_per_rank=_SHARED_TOKENS.value)
     steps = {
-        mode: TrainStep(_setup(mode, mesh), mode, shared=shared if mode == EXACT else None)
+        mode: TrainStep(
+            _setup(mode, mesh, max_ctas), mode, shared=shared if mode == EXACT else None
+        )
         for mode in MODES
     }
     if _PLAIN.value:
@@ -205,8 +213,37 @@ def _steps(mesh: jax.sharding.Mesh) -> dict[str, TrainStep]:
     return steps
 
 
+def _measure(
+    mesh: jax.sharding.Mesh,
+    max_ctas: int,
+    batches: Sequence[Batch],
+    params: Any,
+    table: Any,
+) -> list[dict[str, Any]]:
+    """One record of all ways to train, and one of what the engine says of each."""
+    steps = _steps(mesh, max_ctas)
+    runs = {name: Run(step, batches, params, table) for name, step in steps.items()}
+    windows: dict[str, Callable[[], Any]] = {name: run.window for name, run in runs.items()}
+    windows[_DENSE_ONLY] = DenseOnly(_setup(_DENSE_ONLY, mesh), batches[0], params).window
+    times = measure.time_in_turn(windows, repetitions=_REPETITIONS.value)
+    step_ms = {name: ms / _STEPS_PER_WINDOW.value for name, ms in times.items()}
+    dense_ms = step_ms[_DENSE_ONLY]
+    records: list[dict[str, Any]] = [
+        {
+            "case": f"training step, {_IDS.value} ids",
+            "max_ctas": max_ctas,
+            "step_ms": {name: round(ms, 3) for name, ms in step_ms.items()},
+            "exposed_ms": {name: round(ms - dense_ms, 3) for name, ms in step_ms.items()},
+        }
+    ]
+    for name, run in runs.items():
+        records.append({"case": name, **run.describe()})
+        run.close()
+    return records
+
+
 def main(argv: Sequence[str]) -> None:
-    """Prints the machine, the sizes, and one record."""
+    """Prints the machine, the sizes, and the records."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {argv[1:]}")
     mesh = devices.training_mesh(_PLATFORM.value, _DEVICES.value)
@@ -214,35 +251,26 @@ def main(argv: Sequence[str]) -> None:
     params, batches = _params(rng), _batches(rng)
     table = rng.standard_normal((_ROWS.value, _WIDTH.value), np.float32) * 0.05
     table = table.astype(ml_dtypes.bfloat16)
-    measure.print_json(measure.describe_machine())
-    measure.print_json(
-        {
-            "N": _EXAMPLES.value * _FEATURES.value,
-            "W": _WIDTH.value,
-            "V": _ROWS.value,
-            "U": _UNIQUE.value or _EXAMPLES.value * _FEATURES.value,
-            "R": mesh.size,
-            "hidden": f"{_LAYERS.value} x {_HIDDEN.value}",
-            "distinct_rows": int(np.mean([np.unique(batch.ids).size for batch in batches])),
-        }
-    )
-    runs = {name: Run(step, batches, params, table) for name, step in _steps(mesh).items()}
-    windows: dict[str, Callable[[], Any]] = {name: run.window for name, run in runs.items()}
-    windows[_DENSE_ONLY] = DenseOnly(_setup(_DENSE_ONLY, mesh), batches[0], params).window
-    times = measure.time_in_turn(windows, repetitions=_REPETITIONS.value)
-    step_ms = {name: ms / _STEPS_PER_WINDOW.value for name, ms in times.items()}
-    measure.print_json(
-        {
-            "case": f"training step, {_IDS.value} ids",
-            "step_ms": {name: round(ms, 3) for name, ms in step_ms.items()},
-            "exposed_ms": {
-                name: round(ms - step_ms[_DENSE_ONLY], 3) for name, ms in step_ms.items()
-            },
-        }
-    )
-    for name, run in runs.items():
-        measure.print_json({"case": name, **run.describe()})
-        run.close()
+    sizes = {
+        "N": _EXAMPLES.value * _FEATURES.value,
+        "W": _WIDTH.value,
+        "V": _ROWS.value,
+        "U": _UNIQUE.value or _EXAMPLES.value * _FEATURES.value,
+        "R": mesh.size,
+        "hidden": f"{_LAYERS.value} x {_HIDDEN.value}",
+        "steps_per_window": _STEPS_PER_WINDOW.value,
+        "distinct_rows": int(np.mean([np.unique(batch.ids).size for batch in batches])),
+    }
+    records = [measure.describe_machine(), sizes]
+    # A rank alone has nobody to communicate with.
+    choices = [int(text) for text in _MAX_CTAS.value][: None if mesh.size > 1 else 1]
+    for max_ctas in choices:
+        records += _measure(mesh, max_ctas, batches, params, table)
+    for record in records:
+        measure.print_json(record)
+    if _OUT.value:
+        with open(_OUT.value, "w", encoding="utf-8") as file:
+            json.dump(records, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from typing import Any
 
 PASSED, FAILED, TIMED_OUT, CRASHED, NOT_RUN = "passed", "failed", "timed out", "crashed", "not run"
 
-# The file with the benchmark's records, in the folder of the report.
-RECORDS = "benchmark.json"
+# How the files with the records of benchmarks begin, in the folder of the report.
+RECORDS = "records_"
 
 # Lines of pytest -v and of GoogleTest.
 STARTED = re.compile(r"\[ RUN      \] (\S+)|(\S+\.py::[^ \[]+(?:\[.*?\])?)")
@@ -110,9 +110,11 @@ def write_report(report: Path, versions: dict[str, str], outcomes: list[Outcome]
         "machine": versions,
         "outcomes": [dataclasses.asdict(outcome) for outcome in outcomes],
     }
-    records = report / RECORDS
-    if records.exists():
-        content["benchmark"] = json.loads(records.read_text())
+    content["benchmark"] = [
+        record
+        for path in sorted(report.glob(f"{RECORDS}*.json"))
+        for record in json.loads(path.read_text())
+    ]
     (report / "report.json").write_text(json.dumps(content, indent=1) + "\n")
     lines = [f"{name}: {value}" for name, value in versions.items()]
     lines += ["", *(line_of(outcome) for outcome in outcomes)]
@@ -121,7 +123,7 @@ def write_report(report: Path, versions: dict[str, str], outcomes: list[Outcome]
         if outcome.tail or skips:
             lines += ["", f"--- {outcome.name}: {outcome.status}", *skips]
             lines += [*outcome.failures, outcome.tail] if outcome.tail else []
-    if records.exists():
+    if content["benchmark"]:
         lines += ["", *(json.dumps(record) for record in content["benchmark"])]
     lines.append(summary(outcomes))
     (report / "report.txt").write_text("\n".join(lines) + "\n")

@@ -4,7 +4,7 @@ usage: python3 run_all.py [--multi-gpu] [--only PATTERN] [--sanitize] [--report 
 
 Every C++ program and every Python test file runs in a process of its own with a time limit of its
 own, so one that crashes or hangs does not end the rest. C++ programs, the files of
-tests/xrex/cuda/async_emb/gpu and the benchmark run alone; the others share the GPU, several at a
+tests/xrex/cuda/async_emb/gpu and the benchmarks run alone; the others share the GPU, several at a
 time. Needs nothing but Python for itself. The exit status is 1 if anything failed or was not run; a
 process whose cases were all skipped counts as not run.
 """
@@ -52,7 +52,20 @@ GPU_TESTS = Path("tests", "xrex", "cuda", "async_emb", "gpu")
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "numpy", "nvidia-nccl-cu13", "pytest")
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SANITIZER_EXIT = 99
-BENCHMARK = "benchmarks.gpu_exchange"
+BENCHMARKS = {
+    "benchmarks.gpu_exchange": [],
+    "benchmarks.train_step": [
+        "--platform=gpu",
+        "--rows=4000000",
+        "--examples=16384",
+        "--width=256",
+        "--hidden=2048",
+        "--layers=2",
+        "--unique=131072",
+        "--prefetch_workers=4",
+        "--steps_per_window=16",
+    ],
+}
 NUM_CPU_DEVICES = 8
 TAIL_LINES = 40
 
@@ -94,7 +107,8 @@ def main(arguments: list[str]) -> int:
     if options.multi_gpu and (found := count_gpus(root, environment)) < 2:
         print(f"--multi-gpu needs at least 2 GPUs, and JAX sees {found}: leave it out")
         return 1
-    (report / RECORDS).unlink(missing_ok=True)  # of an earlier run
+    for path in report.glob(f"{RECORDS}*.json"):  # of an earlier run
+        path.unlink()
     outcomes = run_jobs(jobs, root, report, versions, environment, options)
     if options.k:  # whoever asked for some cases knows that not every file has one
         outcomes = [outcome for outcome in outcomes if outcome.exit_status != NO_CASES]
@@ -134,7 +148,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--multi-gpu those of several ranks",
     )
     parser.add_argument(
-        "--benchmark", action="store_true", help="run the benchmark of lookup and update as well"
+        "--benchmark",
+        action="store_true",
+        help="run the benchmarks of lookup and update, and of a training step, as well",
     )
     parser.add_argument(
         "--max-ctas",
@@ -242,7 +258,7 @@ def find_jobs(root: Path, options: argparse.Namespace) -> list[Job]:
     else:
         jobs = cc_jobs(root, options) + python_jobs(root, options)
     if options.benchmark:
-        jobs.append(benchmark_job(options))
+        jobs += benchmark_jobs(options)
 
     def matches(job: Job, pattern: str) -> bool:
         return fnmatch.fnmatch(job.name, f"*{pattern}*")
@@ -302,10 +318,18 @@ def sanitizer_jobs(root: Path, options: argparse.Namespace) -> list[Job]:
     ]
 
 
-def benchmark_job(options: argparse.Namespace) -> Job:
-    command = [sys.executable, "-m", "benchmarks.gpu_exchange", f"--max_ctas={options.max_ctas}"]
-    command += [] if options.multi_gpu else ["--devices=1"]
-    return Job(BENCHMARK, command, "benchmark", alone=True, limit_secs=options.file_limit_s)
+def benchmark_jobs(options: argparse.Namespace) -> list[Job]:
+    common = [f"--max_ctas={options.max_ctas}", *([] if options.multi_gpu else ["--devices=1"])]
+    return [
+        Job(
+            name,
+            [sys.executable, "-m", name, *arguments, *common],
+            "benchmark",
+            alone=True,
+            limit_secs=options.file_limit_s,
+        )
+        for name, arguments in BENCHMARKS.items()
+    ]
 
 
 def python_jobs(root: Path, options: argparse.Namespace) -> list[Job]:
@@ -383,7 +407,7 @@ def run_job(
     output_option = {
         "python": f"--junitxml={xml}",
         "cc": f"--gtest_output=xml:{xml}",
-        "benchmark": f"--out={report / RECORDS}",
+        "benchmark": f"--out={report / f'{RECORDS}{stem}.json'}",
     }[job.kind]
     if job.kind == "cc":
         environment = environment | {"LD_LIBRARY_PATH": nccl_folder()}
