@@ -120,9 +120,8 @@ def test_table_is_donated_and_not_copied(call: str) -> None:
         batch = step.prepare(BATCHES[0])
         after, _ = rows_of(step, call, state, batch)
         assert state.table.is_deleted()
-        program, dense = (
-            (step._look_up, ()) if call == "lookup" else (step._evaluate, (state.dense_params,))
-        )
+        program: Any = step._look_up if call == "lookup" else step._evaluate
+        dense = () if call == "lookup" else (state.dense_params,)
         text = program.lower(after.table, *dense, batch.arrays).compile().as_text()
     assert helpers.copies_of_tables(text) == []
     assert "input_output_alias={ {0}: (0," in text

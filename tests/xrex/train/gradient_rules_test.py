@@ -57,7 +57,7 @@ def ruled_batch(seed: int) -> RuledBatch:
 
 
 def ruled_loss(params: Any, embeddings: jax.Array, batch: RuledBatch) -> Any:
-    loss, rows = helpers.toy_loss({"bias": 0.0}, embeddings, batch)  # type: ignore[arg-type]
+    loss, rows = helpers.toy_loss({"bias": 0.0}, embeddings, batch)
     bias, root = params["bias"], batch.root[0]
     zero = jnp.where(root, bias - jax.lax.stop_gradient(bias), 1.0)
     loss += bias * batch.bias_grad[0] + jnp.where(root, jnp.sqrt(zero), 0.0)

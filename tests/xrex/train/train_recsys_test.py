@@ -1,21 +1,18 @@
 """The training program from its command line, on a small generated data set."""
 
-import contextlib
 import io
-import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import matplotlib.image
 import pytest
-from absl import flags
-from absl.testing import flagsaver
 
+from tests.xrex.train.recsys_program import SMALL, Outcome, records, run
 from xrex.train import train_recsys
 from xrex.train.batches import Batch
 from xrex.train.train_log import TrainLog
@@ -24,48 +21,10 @@ pytestmark = pytest.mark.skipif(
     jax.default_backend() != "cpu", reason="the program trains on CPU devices"
 )
 
-SMALL = (
-    "--dataset=zipf",
-    "--zipf_examples=2000",
-    "--devices=2",
-    "--batch_size=64",
-    "--emb_width=8",
-    "--table_rows=4096",
-    "--checkpoint_every=10",
-    "--log_every=5",
-)
-
-
-class Outcome(NamedTuple):
-    status: int
-    output: str
-    errors: str
-
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-def run(*arguments: str, errors: io.StringIO | None = None) -> Outcome:
-    """Runs the program in this process."""
-    environment = dict(os.environ)
-    output, errors = io.StringIO(), errors or io.StringIO()
-    with (
-        flagsaver.flagsaver(),
-        contextlib.redirect_stdout(output),
-        contextlib.redirect_stderr(errors),
-    ):
-        rest = flags.FLAGS(["train_recsys", *arguments])
-        status = train_recsys.main(rest)
-    os.environ.clear()
-    os.environ.update(environment)
-    return Outcome(status, output.getvalue(), errors.getvalue())
-
-
-def records(workdir: Path, split: str) -> list[dict[str, Any]]:
-    lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["split"] == split]
 
 
 @pytest.fixture(scope="module")

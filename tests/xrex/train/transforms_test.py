@@ -86,7 +86,7 @@ CALLS: dict[str, Callable[[TrainStep], Call]] = {
 def armed(request: pytest.FixtureRequest) -> Any:
     """A step with BATCHES[1] looked up ahead, its state, and what the run ends with."""
     with TrainStep(helpers.toy_setup(), request.param) as step:
-        ends = []
+        ends: list[TrainState] = []
         for _ in range(2):
             state = step.init(helpers.toy_params(), helpers.toy_table())
             state, _ = step.step(state, BATCHES[0], BATCHES[1])
