@@ -8,7 +8,7 @@ from tests.xrex.train import helpers
 from xrex.cuda.async_emb import async_emb
 from xrex.train.batches import look_ahead
 from xrex.train.engines import NativeEngine, PlainEngine, select_engine
-from xrex.train.staleness import SYNCHRONOUS
+from xrex.train.staleness import MODES, SYNCHRONOUS
 from xrex.train.train_state import TrainState
 from xrex.train.train_step import TrainStep
 
@@ -41,6 +41,29 @@ def test_plain_path_follows_the_same_schedule(optimizer: Any) -> None:
     setup = helpers.toy_setup(optimizer, learning_rate=LEARNING_RATE)
     plain = train(TrainStep(setup, make_engine=PlainEngine), BATCHES)
     assert_close(plain, train(TrainStep(setup, make_engine=NativeEngine), BATCHES))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_plain_path_clips_and_skips_as_the_native_one(mode: str) -> None:
+    push = BATCHES[3].push.copy()
+    push[0, 0] = np.nan
+    mask = np.ones_like(BATCHES[3].mask)
+    batches = [*BATCHES[:3], BATCHES[3]._replace(push=push, mask=mask), *BATCHES[4:]]
+    setup = helpers.toy_setup(helpers.LAZY, max_grad_norm=10.0)
+    results = []
+    for engine in (PlainEngine, NativeEngine):
+        norms, skipped = [], []
+        with TrainStep(setup, mode, make_engine=engine) as step:
+            state = step.init(helpers.toy_params(), helpers.toy_table())
+            for batch, next_batch in look_ahead(batches):
+                state, metrics = step.step(state, batch, next_batch)
+                norms.append(float(metrics.grad_norm))
+                skipped.append(bool(metrics.skipped))
+            results.append((helpers.host_copy(step.flush(state)), norms, skipped))
+    (plain, plain_norms, plain_skipped), (native, native_norms, native_skipped) = results
+    assert_close(plain, native)
+    np.testing.assert_allclose(plain_norms, native_norms, rtol=1e-2)
+    assert plain_skipped == native_skipped == [number == 3 for number in range(8)]
 
 
 def test_plain_path_opens_no_context() -> None:
