@@ -48,7 +48,7 @@ class Schedule(abc.ABC):
         self.table: jax.Array | None = None
         self.deferred: Deferred | None = None
         self._running: collections.deque[jax.Array] = collections.deque()
-        self._is_compiled = self._is_open = False
+        self._is_compiled = False
         self._apply: Any = None
 
     @property
@@ -160,12 +160,9 @@ class Schedule(abc.ABC):
                 self._running.popleft().block_until_ready()
 
     def open(self) -> None:
-        """Makes the engines ready, the first time and after `end`; collective."""
-        if self._is_open:
-            return  # one that failed since fails the program, and the next check tells
+        """Makes the engines ready; collective."""
         for engine in self.engines:
             engine.open()
-        self._is_open = True
 
     def check(self) -> None:
         """Raises the error that an engine failed with, if one did."""
@@ -190,7 +187,6 @@ class Schedule(abc.ABC):
         self.wait()
         if self._lookup_in_flight:
             self.abort()  # no program will take it
-        self._is_open = False
         for engine in self.engines:
             engine.close()
         self._forget_lookup()

@@ -22,6 +22,7 @@ from xrex.train.train_step import TrainStep
 ALL_MODES = pytest.mark.parametrize("mode", MODES)
 # So many shared rows that some pairs of the batches below have room and some have not.
 SHARED_ROWS = 5
+NUM_IDS = 12
 # About half of the batches below have larger gradients.
 LIMIT = 24.0
 NUM_STEPS = 10
@@ -49,11 +50,11 @@ class RuledBatch(NamedTuple):
 
 
 def ruled_batch(seed: int) -> RuledBatch:
-    """Nothing wrong. Half of the batches have pushes of twice the size; ids from 12 rows."""
+    """Nothing wrong. Half of the batches have pushes of twice the size; ids from a few rows."""
     batch = helpers.toy_batch(seed)
     ones = np.ones(helpers.NUM_EXAMPLES, np.float32)
     push = batch.push * (1 + seed % 2)
-    return RuledBatch(batch.ids % 12, batch.mask, push, ones, ones < 0, 0 * ones)
+    return RuledBatch(batch.ids % NUM_IDS, batch.mask, push, ones, ones < 0, 0 * ones)
 
 
 def ruled_loss(params: Any, embeddings: jax.Array, batch: RuledBatch) -> Any:
@@ -87,18 +88,24 @@ def make_setup(**changes: Any) -> TrainSetup:
 
 
 @functools.cache
-def make_step(setup: TrainSetup, mode: str) -> TrainStep:
+def make_step(setup: TrainSetup, mode: str, shared_rows: int) -> TrainStep:
     """Compiled once for all tests."""
-    return TrainStep(setup, mode, shared=shared_capacity(setup) if mode == EXACT else None)
+    return TrainStep(setup, mode, shared=room_for(shared_rows, setup) if mode == EXACT else None)
 
 
-def shared_capacity(setup: TrainSetup) -> SharedCapacity:
-    return SharedCapacity(rows=SHARED_ROWS, tokens_per_rank=setup.ctx.tokens_per_rank)
+def room_for(shared_rows: int, setup: TrainSetup) -> SharedCapacity:
+    return SharedCapacity(rows=shared_rows, tokens_per_rank=setup.ctx.tokens_per_rank)
 
 
-def run(mode: str, batches: Sequence[Any] = BATCHES, params: Any = None, **changes: Any) -> Outcome:
+def run(
+    mode: str,
+    batches: Sequence[Any] = BATCHES,
+    params: Any = None,
+    shared_rows: int = SHARED_ROWS,
+    **changes: Any,
+) -> Outcome:
     metrics, dense = [], []
-    with make_step(make_setup(**changes), mode) as step:
+    with make_step(make_setup(**changes), mode, shared_rows) as step:
         state = step.init(params or helpers.toy_params(), helpers.toy_table())
         for batch, next_batch in look_ahead(batches):
             state, step_metrics = step.step(state, batch, next_batch)
@@ -152,7 +159,7 @@ def numpy_norm(metrics: StepMetrics, batch: RuledBatch) -> float:
 
 
 def test_batches_of_the_test_take_both_ways() -> None:
-    with TrainStep(make_setup(), EXACT, shared=shared_capacity(make_setup())) as step:
+    with TrainStep(make_setup(), EXACT, shared=room_for(SHARED_ROWS, make_setup())) as step:
         state = step.init(helpers.toy_params(), helpers.toy_table())
         for batch, next_batch in look_ahead(BATCHES):
             state, _ = step.step(state, batch, next_batch)
@@ -264,6 +271,17 @@ def test_step_that_is_not_finite_changes_nothing(mode: str, bad: RuledBatch) -> 
     outcome = run(mode, batches)
     assert_bad_step_skipped(outcome)
     helpers.assert_same_table(outcome.state, run_oracle(mode, batches, skip_bad_step))
+
+
+@KINDS
+@pytest.mark.parametrize("shared_rows", [NUM_IDS, 1], ids=["short_way", "long_way"])
+def test_exact_step_that_is_not_finite_changes_nothing_on_either_way(
+    shared_rows: int, bad: RuledBatch
+) -> None:
+    batches = with_bad_step(bad)
+    outcome = run(EXACT, batches, shared_rows=shared_rows)
+    assert_bad_step_skipped(outcome)
+    helpers.assert_same_table(outcome.state, run_oracle(EXACT, batches, skip_bad_step))
 
 
 @ALL_MODES

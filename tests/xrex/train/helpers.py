@@ -63,6 +63,7 @@ def toy_setup(
     num_devices: int | None = None,
     num_unique: int = NUM_EXAMPLES * NUM_TOKENS,
     out_of_range: Literal["clip", "zero"] = "clip",
+    name: str = "",
     **changes: Any,
 ) -> TrainSetup:
     """A setup over the first devices, by default all; `changes` replace fields of the setup."""
@@ -76,6 +77,7 @@ def toy_setup(
         num_unique=num_unique,
         num_devices_per_node=mesh.size,
         options=async_emb.AsyncEmbOptions(deterministic=True, out_of_range=out_of_range),
+        name=name,
     )
     fields = {
         "ctx": ctx,

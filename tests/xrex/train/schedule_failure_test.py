@@ -1,6 +1,7 @@
 """What is left when steps without staleness fail: in a context, in a call, in a program."""
 
 import concurrent.futures
+import contextlib
 import gc
 import threading
 from collections.abc import Iterator
@@ -134,6 +135,10 @@ class LateEngine(NativeEngine):
     """Reports a failure only when told to, as if it came while the step was running."""
 
     silent = True
+
+    def open(self) -> None:
+        with contextlib.suppress(RuntimeError) if self.silent else contextlib.nullcontext():
+            super().open()
 
     def check(self) -> None:
         if not self.silent:

@@ -85,7 +85,8 @@ CALLS: dict[str, Callable[[TrainStep], Call]] = {
 @pytest.fixture(scope="module", params=MODES)
 def armed(request: pytest.FixtureRequest) -> Any:
     """A step with BATCHES[1] looked up ahead, its state, and what the run ends with."""
-    with TrainStep(helpers.toy_setup(), request.param) as step:
+    # A context of its own: it stays open beside those of the other tests.
+    with TrainStep(helpers.toy_setup(name="armed"), request.param) as step:
         ends: list[TrainState] = []
         for _ in range(2):
             state = step.init(helpers.toy_params(), helpers.toy_table())
