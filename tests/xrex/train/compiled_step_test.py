@@ -21,7 +21,7 @@ from xrex.train.schedule import nothing_deferred
 from xrex.train.shared_plan import SharedPlanner
 from xrex.train.staleness import EXACT, MODES, ONE_STEP, SYNCHRONOUS, SharedCapacity
 from xrex.train.synchronous_schedule import SynchronousSchedule
-from xrex.train.train_state import init_state, place
+from xrex.train.train_state import init_state, place, shardings_of
 from xrex.train.train_step import TrainStep
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -52,7 +52,7 @@ def programs_of(
     schedule: Any
     if mode == ONE_STEP:
         schedule = OneStepSchedule(setup, NativeEngine(setup.ctx))
-        schedule.compile(state, batch)
+        schedule._make_programs(shardings_of(state))
         pin = place(np.zeros(setup.ctx.group_size, np.float32), setup.token_sharding())
         return {
             "advance": Program(schedule._advance, (state, deferred, pin, arrays, arrays.ids)),
@@ -60,11 +60,11 @@ def programs_of(
         }
     if mode == SYNCHRONOUS:
         schedule = SynchronousSchedule(setup, NativeEngine(setup.ctx))
-        schedule.compile(state, batch)
+        schedule._make_programs(shardings_of(state))
         return {"advance": Program(schedule._advance, (state, arrays))}
     capacity = SharedCapacity(rows=4, tokens_per_rank=2)
     schedule = ExactSchedule(setup, NativeEngine, capacity)
-    schedule.compile(state, batch)
+    schedule._make_programs(shardings_of(state))
     replicated = setup.replicated()
     ahead = _Ahead(
         deferred.update.grads, place(np.float32(0), replicated), place(np.bool_(False), replicated)
