@@ -16,7 +16,7 @@ std::string_view CudaBackend::ResolveTransport(Transport wanted) const {
 }
 
 std::unique_ptr<Device> CudaBackend::NewDevice(std::int64_t device_key) {
-  return std::make_unique<CudaDevice>(device_key);
+  return std::make_unique<CudaDevice>(device_key, mapped_pool_);
 }
 
 std::vector<std::string> CudaBackend::MakePayloads(std::int32_t world_size) {

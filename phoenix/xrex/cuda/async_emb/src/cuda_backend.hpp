@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "phoenix/xrex/cuda/async_emb/src/backend.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/cuda_mapped_pool.hpp"
 #include "phoenix/xrex/cuda/async_emb/src/nccl_local_group.hpp"
 
 namespace xrex::async_emb {
@@ -29,6 +30,7 @@ class CudaBackend final : public Backend {
       const CommunicatorConfig& config, Device& device) override;
 
  private:
+  CudaMappedPool mapped_pool_;
   NcclLocalGroups groups_;
 };
 

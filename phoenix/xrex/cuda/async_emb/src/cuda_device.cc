@@ -44,37 +44,6 @@ bool PollUntil(const IsDone& is_done, std::chrono::nanoseconds timeout) {
   return true;
 }
 
-// A call of the driver, which the runtime knows how to find: we do not link it,
-// so that machines without one can load this library.
-template <typename Function>
-Function FindDriverCall(const char* name) {
-  constexpr unsigned int kSinceVersion = 4000;
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult result{};
-  CheckCuda(cudaGetDriverEntryPointByVersion(name, &found, kSinceVersion,
-                                             cudaEnableDefault, &result),
-            "to find a call of the driver");
-  if (result == cudaDriverEntryPointSuccess && found != nullptr) {
-    return reinterpret_cast<Function>(found);
-  }
-  throw AsyncEmbError(ErrorCode::kInternal,
-                      StrCat("async_emb: the CUDA driver has no ", name));
-}
-
-CUcontext CurrentContext() {
-  static const auto get =
-      FindDriverCall<decltype(&cuCtxGetCurrent)>("cuCtxGetCurrent");
-  CUcontext context = nullptr;
-  get(&context);
-  return context;
-}
-
-void SetCurrentContext(CUcontext context) {
-  static const auto set =
-      FindDriverCall<decltype(&cuCtxSetCurrent)>("cuCtxSetCurrent");
-  set(context);
-}
-
 int CheckedOrdinal(std::int64_t ordinal) {
   int count = 0;
   CheckCuda(cudaGetDeviceCount(&count), "to count the devices");
@@ -87,23 +56,6 @@ int CheckedOrdinal(std::int64_t ordinal) {
 }
 
 }  // namespace
-
-CudaDeviceScope::CudaDeviceScope(CUcontext context) : context_(context) {
-  previous_ = CurrentContext();
-  if (previous_ != context_) SetCurrentContext(context_);
-}
-
-CudaDeviceScope::~CudaDeviceScope() {
-  if (previous_ != context_) SetCurrentContext(previous_);
-}
-
-CUcontext CudaDeviceScope::ContextOf(int ordinal) {
-  const CUcontext previous = CurrentContext();
-  CheckCuda(cudaSetDevice(ordinal), "to make a device current");
-  const CUcontext context = CurrentContext();
-  SetCurrentContext(previous);
-  return context;
-}
 
 CudaStream::CudaStream(CUcontext context) : context_(context) {
   const CudaDeviceScope scope(context_);
@@ -147,22 +99,6 @@ bool CudaEvent::WaitFor(std::chrono::nanoseconds timeout) const {
   return PollUntil([this] { return IsComplete(); }, timeout);
 }
 
-MappedBlock::MappedBlock(CUcontext context, std::size_t bytes)
-    : context_(context) {
-  const CudaDeviceScope scope(context_);
-  void* block = nullptr;
-  CheckCuda(
-      cudaHostAlloc(&block, bytes, cudaHostAllocMapped | cudaHostAllocPortable),
-      "mapped host memory");
-  bytes_ = static_cast<std::byte*>(block);
-  std::fill_n(bytes_, bytes, std::byte{0});
-}
-
-MappedBlock::~MappedBlock() {
-  const CudaDeviceScope scope(context_);
-  static_cast<void>(cudaFreeHost(bytes_));
-}
-
 struct CudaDevice::MappedWords {
   std::array<StepWords, kMaxGuards> guards;
   StepCounters counters;
@@ -193,11 +129,11 @@ class CudaDevice::Guard final : public StepGuard {
   const cuda_kernels::GuardView view_;
 };
 
-CudaDevice::CudaDevice(std::int64_t ordinal)
+CudaDevice::CudaDevice(std::int64_t ordinal, CudaMappedPool& pool)
     : ordinal_(CheckedOrdinal(ordinal)),
       context_(CudaDeviceScope::ContextOf(ordinal_)),
-      mapped_(context_, sizeof(MappedWords)),
-      read_back_(context_) {
+      mapped_(pool, context_, sizeof(MappedWords)),
+      read_back_(std::make_shared<CudaStream>(context_)) {
   new (mapped_.get()) MappedWords{};
   const CudaDeviceScope scope(context_);
   cuda_kernels::LoadKernels();
@@ -223,8 +159,9 @@ std::unique_ptr<StepGuard> CudaDevice::NewGuard(Pipeline pipeline) {
 
 std::shared_ptr<std::byte> CudaDevice::AllocateArena(std::size_t bytes) {
   const CudaDeviceScope scope(context_);
+  const cudaStream_t stream = CudaStreamOf(read_back_->ref());
   void* block = nullptr;
-  const cudaError_t allocated = cudaMalloc(&block, bytes);
+  const cudaError_t allocated = cudaMallocAsync(&block, bytes, stream);
   if (allocated == cudaErrorMemoryAllocation) {
     static_cast<void>(cudaGetLastError());  // told below, and not to others
     throw AsyncEmbError(
@@ -236,13 +173,20 @@ std::shared_ptr<std::byte> CudaDevice::AllocateArena(std::size_t bytes) {
                "tokens_per_batch, emb_width or num_unique smaller"));
   }
   CheckCuda(allocated, "the arena");
+  // Not cudaFree, which may wait for all that the device does, also for a
+  // collective of XLA's whose peer has died. Nor on the legacy stream, which
+  // others may block. Whoever drops the arena knows that its work has ended.
   std::shared_ptr<std::byte> arena(
-      static_cast<std::byte*>(block), [context = context_](std::byte* freed) {
+      static_cast<std::byte*>(block),
+      [context = context_, owner = read_back_](std::byte* freed) {
         const CudaDeviceScope scope_of_release(context);
-        static_cast<void>(cudaFree(freed));
+        const cudaStream_t last = CudaStreamOf(owner->ref());
+        static_cast<void>(cudaFreeAsync(freed, last));
+        // Now the device's pool, which by default keeps nothing that is free,
+        // gives the memory back.
+        static_cast<void>(cudaStreamSynchronize(last));
       });
   // Waits for nothing else that the device does.
-  const cudaStream_t stream = CudaStreamOf(read_back_.ref());
   CheckCuda(cudaMemsetAsync(block, 0, bytes, stream), "to zero the arena");
   CheckCuda(cudaStreamSynchronize(stream), "to zero the arena");
   return arena;
@@ -271,7 +215,8 @@ void CudaDevice::BindScratch(std::byte* scratch, const PipelineSpec& spec) {
 std::optional<std::string> CudaDevice::PollError() const {
   // Any call tells of an error that no later call can get past.
   const CudaDeviceScope scope(context_);
-  const cudaError_t of_stream = cudaStreamQuery(CudaStreamOf(read_back_.ref()));
+  const cudaError_t of_stream =
+      cudaStreamQuery(CudaStreamOf(read_back_->ref()));
   if (of_stream == cudaSuccess || of_stream == cudaErrorNotReady) {
     return std::nullopt;
   }
@@ -327,7 +272,7 @@ void CudaDevice::EndStep(StreamRef stream, StepGuard& guard,
 
 void CudaDevice::ReadBack(void* dst, const void* src, std::size_t bytes) {
   const CudaDeviceScope scope(context_);
-  const cudaStream_t stream = CudaStreamOf(read_back_.ref());
+  const cudaStream_t stream = CudaStreamOf(read_back_->ref());
   CheckCuda(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToHost, stream),
             "to copy the arena to the host");
   CheckCuda(cudaStreamSynchronize(stream), "to copy the arena to the host");

@@ -13,27 +13,11 @@
 #include <string>
 
 #include "phoenix/xrex/cuda/async_emb/src/async_emb_kernel.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/cuda_device_scope.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/cuda_mapped_pool.hpp"
 #include "phoenix/xrex/cuda/async_emb/src/device.hpp"
 
 namespace xrex::async_emb {
-
-// Makes a device current for the calling thread while it lives. A thread that
-// had none has none again: naming a device by its number would wake it up.
-class CudaDeviceScope {
- public:
-  explicit CudaDeviceScope(CUcontext context);
-  ~CudaDeviceScope();
-
-  // What stands for a device: the context that all of a process share.
-  static CUcontext ContextOf(int ordinal);
-
-  CudaDeviceScope(const CudaDeviceScope&) = delete;
-  CudaDeviceScope& operator=(const CudaDeviceScope&) = delete;
-
- private:
-  const CUcontext context_;
-  CUcontext previous_ = nullptr;
-};
 
 inline cudaStream_t CudaStreamOf(StreamRef ref) {
   return static_cast<cudaStream_t>(ref.handle);
@@ -75,27 +59,11 @@ class CudaEvent final : public Event {
   cudaEvent_t event_ = nullptr;
 };
 
-// Host memory that a device reads and writes as well, zeroed.
-class MappedBlock {
- public:
-  MappedBlock(CUcontext context, std::size_t bytes);
-  ~MappedBlock();
-
-  MappedBlock(const MappedBlock&) = delete;
-  MappedBlock& operator=(const MappedBlock&) = delete;
-
-  std::byte* get() const { return bytes_; }
-
- private:
-  const CUcontext context_;
-  std::byte* bytes_ = nullptr;
-};
-
 class CudaDevice final : public Device {
  public:
   // `ordinal` as CUDA counts the devices that this process sees. Throws
-  // kInvalidArgument if there is none such.
-  explicit CudaDevice(std::int64_t ordinal);
+  // kInvalidArgument if there is none such. `pool` outlives the device.
+  CudaDevice(std::int64_t ordinal, CudaMappedPool& pool);
 
   CUcontext context() const { return context_; }
 
@@ -151,8 +119,9 @@ class CudaDevice final : public Device {
   const int ordinal_;
   const CUcontext context_;
   const MappedBlock mapped_;
-  // For the host's own copies. Mutable: to ask how far it is changes nothing.
-  mutable CudaStream read_back_;
+  // For the host's own copies, and where arenas come from and go to: they share
+  // it. Never has work that waits for other work.
+  const std::shared_ptr<CudaStream> read_back_;
   // Set before the first step, then only read.
   std::size_t num_guards_ = 0;
   DeviceWords* words_ = nullptr;
