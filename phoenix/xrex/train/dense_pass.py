@@ -44,8 +44,9 @@ class SparseState(NamedTuple):
 class DensePass:
     """The forward pass of a step, and its backward pass when asked for.
 
-    Both are fenced off from what surrounds them, so that XLA compiles them alike in every program
-    that holds them: with the same inputs they give the same bits.
+    On the side of the embeddings both are fenced off from what surrounds them, which is what
+    differs between the modes, so that XLA has no reason to compile them in different ways: with the
+    same inputs they give the same bits, as far as tests see.
 
     Attributes:
       loss: float32 [].
@@ -131,6 +132,7 @@ def settle_gradients(
         )
     if setup.skip_nonfinite:
         sparse_ok = sparse_ok & jnp.isfinite(loss) & _all_finite(params_grad)
+        sparse_ok = sparse_ok & jnp.isfinite(setup.learning_rate_at(step))
         if setup.max_grad_norm is not None:
             sparse_ok = sparse_ok & jnp.isfinite(norm)
         skip_dense = ~sparse_ok

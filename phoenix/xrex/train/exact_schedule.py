@@ -42,10 +42,10 @@ from xrex.train.dense_pass import (
 )
 from xrex.train.engines import EngineFactory
 from xrex.train.prepared_batch import DeviceBatch, PreparedBatch
-from xrex.train.schedule import Deferred, Schedule
+from xrex.train.schedule import Deferred, Schedule, types_of
 from xrex.train.shared_plan import SharedArrays, SharedPlan, SharedPlanner
 from xrex.train.staleness import SharedCapacity
-from xrex.train.train_state import StepMetrics, TrainSetup, TrainState, place
+from xrex.train.train_state import StepMetrics, TrainSetup, TrainState, array_like, place
 
 
 class _Ahead(NamedTuple):
@@ -119,13 +119,14 @@ class ExactSchedule(Schedule):
         self._short_way: Any = None
         self._long_way: Any = None
         self._last: Any = None
-        self._ways: dict[Any, tuple[Any, Any]] = {}
+        self._ways: dict[Any, tuple[Any, Any]] = {}  # compiled, by the types of the batch
 
     def _make_programs(self, like_state: Any) -> None:
         tokens: Any = self.setup.token_sharding()
         replicated: Any = self.setup.replicated()
         ahead: Any = _Ahead(tokens, replicated, replicated)
         deferred, table = self.deferred_sharding(), self.setup.table_sharding()
+        self._ways.clear()
         self._look_up = jax.jit(
             self._look_up_program, donate_argnums=0, out_shardings=(table, tokens)
         )
@@ -141,6 +142,34 @@ class ExactSchedule(Schedule):
                 out_shardings=(like_state, deferred, ahead, None),
             )
             for program in (self.short_way_program, self.long_way_program)
+        )
+
+    def forget(self) -> None:
+        """See `Schedule`."""
+        super().forget()
+        self._planner.clear()
+
+    def _try_programs(
+        self, state: TrainState, batch: DeviceBatch, following: PreparedBatch | None
+    ) -> None:
+        inputs = (state, self.deferred_like(), self._ahead_like(), batch)
+        if following is None:
+            jax.eval_shape(self._last, *inputs)
+            return
+        # Both at once, so that no later step of such a batch stops to compile.
+        self._ways[types_of(batch)] = (
+            self._short_way.lower(*inputs, batch.ids, self._planner.empty()).compile(),
+            self._long_way.lower(*inputs, batch.ids).compile(),
+        )
+
+    def _ahead_like(self) -> _Ahead:
+        """Shapes, types and shardings of what is known of the next step."""
+        ctx, replicated = self.setup.ctx, self.setup.replicated()
+        shape = (ctx.tokens_per_batch, ctx.emb_width)
+        return _Ahead(
+            array_like(shape, jnp.bfloat16, self.setup.token_sharding()),
+            array_like((), jnp.float32, replicated),
+            array_like((), jnp.bool_, replicated),
         )
 
     def prepared(self, number: int, batch: PreparedBatch) -> None:
@@ -159,16 +188,17 @@ class ExactSchedule(Schedule):
             state, self.deferred, metrics = self._last(*inputs)
             self._ahead = None
         else:
-            short_way, long_way = self._both_ways(*inputs, following)
+            short_way, long_way = self._ways[types_of(current.arrays)]
             if shared.arrays is None:
                 outputs = long_way(*inputs, following.arrays.ids)
             else:
                 outputs = short_way(*inputs, following.arrays.ids, shared.arrays)
             state, self.deferred, self._ahead, metrics = outputs
-            self._count(shared)
+            if following is not current:  # which would share all its rows with itself
+                self._count(shared)
         self.armed, self.table = following, None if following is None else state.table
         self.started(metrics.norm)
-        return state, metrics
+        return self.came_out(state), metrics
 
     def _count(self, shared: SharedPlan) -> None:
         self.counts.steps += 1
@@ -176,21 +206,8 @@ class ExactSchedule(Schedule):
         self.counts.rows += shared.num_rows
         self.counts.tokens += shared.num_tokens
 
-    def _both_ways(self, *inputs: Any) -> tuple[Any, Any]:
-        """The compiled programs, both made at once: no later step of such a batch compiles one."""
-        *common, following = inputs
-        types = _types_of(common[-1])
-        if types not in self._ways:
-            ids = following.arrays.ids
-            self._ways[types] = (
-                self._short_way.lower(*common, ids, self._planner.empty()).compile(),
-                self._long_way.lower(*common, ids).compile(),
-            )
-        return self._ways[types]
-
     def _refill(self, state: TrainState, current: PreparedBatch) -> TrainState:
         """Looks the step's own batch up, in a table that has seen every update."""
-        self.open()
         state = self.apply_deferred(state)
         table, embeddings = self._look_up(state.table, current.arrays.ids)
         replicated = self.setup.replicated()
@@ -404,12 +421,6 @@ class ExactSchedule(Schedule):
         return jax.shard_map(
             per_rank, mesh=self.setup.ctx.mesh, in_specs=(spec, spec, spec), out_specs=spec
         )(embeddings, rows, index)
-
-
-def _types_of(tree: Any) -> Any:
-    """What tells programs that take this pytree from those that take another."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def _bits(rows: jax.Array) -> Any:

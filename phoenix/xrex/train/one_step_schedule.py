@@ -53,6 +53,13 @@ class OneStepSchedule(Schedule):
         )
         self._discard = jax.jit(self._discard_program, donate_argnums=0, out_shardings=table)
 
+    def _try_programs(
+        self, state: TrainState, batch: DeviceBatch, following: PreparedBatch | None
+    ) -> None:
+        _, pin = jax.eval_shape(self._prime, state.table, batch.ids)
+        next_ids = None if following is None else batch.ids
+        jax.eval_shape(self._advance, state, self.deferred_like(), pin, batch, next_ids)
+
     def advance(
         self, state: TrainState, current: PreparedBatch, following: PreparedBatch | None
     ) -> tuple[TrainState, StepMetrics]:
@@ -68,11 +75,10 @@ class OneStepSchedule(Schedule):
         )
         self._arm(following, pin, state.table)
         self.started(metrics.norm)
-        return state, metrics
+        return self.came_out(state), metrics
 
     def _refill(self, state: TrainState, current: PreparedBatch) -> TrainState:
         """Looks the step's own batch up, in a table that has seen every update."""
-        self.open()
         state = self.apply_deferred(state)
         table, pin = self._prime(state.table, current.arrays.ids)
         self.started(pin)

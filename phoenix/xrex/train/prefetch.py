@@ -31,8 +31,11 @@ class _Channel:
             return not (self.closed or self.ended)
 
     def put(self, result: concurrent.futures.Future[Any]) -> None:
-        """Hands over a result that is being made; there is room for it."""
+        """Hands over a result that is being made; there is room for it, if it is still wanted."""
         with self.lock:
+            if self.closed or self.ended:
+                result.cancel()
+                return
             self.ready.append(result)
             self.lock.notify_all()
 
@@ -46,15 +49,21 @@ class _Channel:
         """Says that an item could not be made, and that no later one is wanted."""
         with self.lock:
             self.error, self.ended = error, True
-            self.ready.clear()
+            self._drop()
             self.lock.notify_all()
 
     def close(self) -> None:
         """Says that no item is wanted any more."""
         with self.lock:
             self.closed = True
-            self.ready.clear()
+            self._drop()
             self.lock.notify_all()
+
+    def _drop(self) -> None:
+        """Forgets results, and those that were not begun are not made; with `lock`."""
+        for result in self.ready:
+            result.cancel()
+        self.ready.clear()
 
 
 def _fill(
@@ -72,7 +81,7 @@ def _fill(
             channel.put(pool.submit(prepare, item))
     except BaseException as caught:
         error = caught
-    pool.shutdown(cancel_futures=channel.closed)
+    pool.shutdown()
     channel.end(error)
 
 

@@ -91,7 +91,8 @@ def prepare_batch(setup: TrainSetup, batch: Any) -> PreparedBatch:
         ids=place(flat, tokens),
         segment_ids=place(groups.segment_ids, tokens),
         unique_tokens=place(groups.unique_tokens, replicated),
-        batch=jax.tree.map(lambda x: place(np.asarray(x), tokens), batch),
+        # Copies: JAX may use host memory where it lies, and the caller may use it again.
+        batch=jax.tree.map(lambda x: place(np.array(x), tokens), batch),
         layout=layout,
     )
     return PreparedBatch(batch, arrays, flat, groups, next(_serials))

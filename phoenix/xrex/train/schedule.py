@@ -10,19 +10,30 @@ from __future__ import annotations
 import abc
 import collections
 import contextlib
+import time
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from xrex.optimizers.recsys import GradientUpdate
 from xrex.train.engines import EmbeddingEngine
-from xrex.train.prepared_batch import PreparedBatch, check_loss
-from xrex.train.train_state import StepMetrics, TrainSetup, TrainState, place, shardings_of
+from xrex.train.prepared_batch import DeviceBatch, PreparedBatch, check_loss
+from xrex.train.train_state import (
+    StepMetrics,
+    TrainSetup,
+    TrainState,
+    array_like,
+    place,
+    shardings_of,
+)
 
 # XLA's CPU client stops for good when too many programs with collectives wait in its queue.
 MAX_STEPS_IN_FLIGHT = 16
+_POLL_SECS = 0.005
 
 
 class Deferred(NamedTuple):
@@ -39,7 +50,7 @@ class Schedule(abc.ABC):
       engines: what the programs exchange by, the first one being for whole batches.
       armed: the batch whose rows were looked up ahead, or are being looked up; None at rest.
       table: the table that rows were looked up in ahead; the reference keeps it alive.
-      deferred: gradients that no step has taken yet.
+      deferred: gradients that no step has taken yet. They belong to the state that came out last.
     """
 
     def __init__(self, setup: TrainSetup, engines: Sequence[EmbeddingEngine]) -> None:
@@ -48,7 +59,9 @@ class Schedule(abc.ABC):
         self.table: jax.Array | None = None
         self.deferred: Deferred | None = None
         self._running: collections.deque[jax.Array] = collections.deque()
-        self._is_compiled = False
+        self._latest: weakref.ref[jax.Array] | None = None
+        self._like_state: Any = None
+        self._tried: set[Any] = set()
         self._apply: Any = None
 
     @property
@@ -56,23 +69,47 @@ class Schedule(abc.ABC):
         """Whether the table has seen every update and nothing was looked up ahead."""
         return self.armed is None and self.deferred is None
 
-    def compile(self, state: TrainState, batch: PreparedBatch) -> None:
-        """Makes the programs, at the first call.
+    def is_latest(self, state: TrainState) -> bool:
+        """Whether this is the state that came out last."""
+        return self._latest is not None and self._latest() is state.table
+
+    def came_out(self, state: TrainState) -> TrainState:
+        """Notes and returns the state that comes out."""
+        self._latest = weakref.ref(state.table)
+        return state
+
+    def make_ready(
+        self, state: TrainState, current: PreparedBatch, following: PreparedBatch | None
+    ) -> None:
+        """Makes the programs for such a state, and tries such batches on them, all without data.
+
+        What cannot be traced is thus found before the state is used up.
 
         Raises:
           TypeError: the loss function does not return what it should.
+          Exception: what the loss function, a schedule or an optimizer raises when it is traced.
         """
-        if self._is_compiled:
-            return
-        check_loss(self.setup, state.dense_params, batch.arrays)
-        table, like_state = self.setup.table_sharding(), shardings_of(state)
-        self._apply = jax.jit(
-            self._apply_program,
-            donate_argnums=(0, 1),
-            out_shardings=(table, like_state.embedding_state),
-        )
-        self._make_programs(like_state)
-        self._is_compiled = True
+        is_known = self._like_state is not None and self.is_latest(state)
+        if not is_known and shardings_of(state) != self._like_state:
+            check_loss(self.setup, state.dense_params, current.arrays)
+            self._like_state = shardings_of(state)
+            self._tried.clear()
+            self._apply = jax.jit(
+                self._apply_program,
+                donate_argnums=(0, 1),
+                out_shardings=(self.setup.table_sharding(), self._like_state.embedding_state),
+            )
+            self._make_programs(self._like_state)
+        kind = (types_of(current.arrays), following is None)
+        if kind not in self._tried:
+            self._try_programs(state, current.arrays, following)
+            self._tried.add(kind)
+
+    @abc.abstractmethod
+    def _try_programs(
+        self, state: TrainState, batch: DeviceBatch, following: PreparedBatch | None
+    ) -> None:
+        """Traces or compiles the programs of a step, without running one."""
 
     @abc.abstractmethod
     def _make_programs(self, like_state: Any) -> None:
@@ -107,12 +144,10 @@ class Schedule(abc.ABC):
 
     def apply_deferred(self, state: TrainState) -> TrainState:
         """Applies the deferred gradients, if there are any."""
-        deferred = self.deferred
-        if deferred is None or not self._is_compiled:
+        if self.deferred is None:
             return state
-        self.open()
+        table, embedding_state = self._apply(state.table, state.embedding_state, self.deferred)
         self.deferred = None
-        table, embedding_state = self._apply(state.table, state.embedding_state, deferred)
         return state._replace(table=table.block_until_ready(), embedding_state=embedding_state)
 
     def _apply_program(
@@ -141,6 +176,18 @@ class Schedule(abc.ABC):
         """The deferred gradients, or some that change nothing. To be donated."""
         return self.deferred or nothing_deferred(self.setup)
 
+    def deferred_like(self) -> Deferred:
+        """Shapes, types and shardings of deferred gradients."""
+        ctx, tokens = self.setup.ctx, self.setup.token_sharding()
+        num_tokens, replicated = ctx.tokens_per_batch, self.setup.replicated()
+        update = GradientUpdate(
+            grads=array_like((num_tokens, ctx.emb_width), jnp.bfloat16, tokens),
+            segment_ids=array_like((num_tokens,), jnp.int32, tokens),
+            unique_tokens=array_like((ctx.num_unique,), jnp.int32, replicated),
+            pending=array_like((), jnp.int32, replicated),
+        )
+        return Deferred(update, array_like((), jnp.int32, replicated))
+
     def deferred_sharding(self) -> Any:
         """How deferred gradients lie on the mesh."""
         tokens: Any = self.setup.token_sharding()
@@ -153,6 +200,18 @@ class Schedule(abc.ABC):
         if len(self._running) > MAX_STEPS_IN_FLIGHT:
             self._running.popleft().block_until_ready()
 
+    def wait_at_most(self, secs: float) -> bool:
+        """Waits for all programs, but no longer than this; says whether all have ended."""
+        limit = time.monotonic() + secs
+        while self._running:
+            if self._running[0].is_ready():
+                self._running.popleft()
+            elif time.monotonic() < limit:
+                time.sleep(_POLL_SECS)
+            else:
+                return False
+        return True
+
     def wait(self) -> None:
         """Waits for all programs, whether they fail or not."""
         while self._running:
@@ -160,7 +219,11 @@ class Schedule(abc.ABC):
                 self._running.popleft().block_until_ready()
 
     def open(self) -> None:
-        """Makes the engines ready; collective."""
+        """Makes the engines ready where they are not; collective.
+
+        Raises:
+          RuntimeError: one of them has failed, or cannot be made ready.
+        """
         for engine in self.engines:
             engine.open()
 
@@ -191,6 +254,10 @@ class Schedule(abc.ABC):
             engine.close()
         self._forget_lookup()
 
+    def forget(self) -> None:
+        """Forgets deferred gradients and what is known of batches to come."""
+        self.deferred = None
+
     @property
     def _lookup_in_flight(self) -> bool:
         """Whether a lookup was started that only the next program ends."""
@@ -204,10 +271,18 @@ class Schedule(abc.ABC):
         if self.armed is not None or self._running:
             self.end()
 
-    def forget_used_up(self) -> None:
-        """Forgets deferred gradients that a program took and failed with."""
-        if self.deferred is not None and self.deferred.step.is_deleted():
+    def forget_used_up(self, state: TrainState) -> None:
+        """Forgets deferred gradients if a program that failed took them, or took their state."""
+        if self.deferred is None:
+            return
+        if self.deferred.step.is_deleted() or state.table.is_deleted():
             self.deferred = None
+
+
+def types_of(tree: Any) -> Any:
+    """What tells programs that take this pytree from those that take another."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def nothing_deferred(setup: TrainSetup) -> Deferred:

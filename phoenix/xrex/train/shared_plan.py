@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import collections
 import threading
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from xrex.cuda.async_emb.id_groups import SharedRows, plan_shared_rows
+from xrex.cuda.async_emb.id_groups import IdGroups, SharedRows, plan_shared_rows
 from xrex.train.prepared_batch import PreparedBatch
 from xrex.train.staleness import SharedCapacity
 from xrex.train.train_state import TrainSetup, place
 
-# Plans are made one batch ahead of the step or a few more, as far as batches are prepared ahead.
-_PLANS_KEPT = 16
+# Threads that prepare batches side by side get no further apart than this.
+_RECENT_KEPT = 8
+
+
+class _Ids(NamedTuple):
+    """What a plan takes of a batch."""
+
+    serial: int
+    ids: np.ndarray
+    groups: IdGroups
 
 
 class SharedArrays(NamedTuple):
@@ -57,11 +64,9 @@ class SharedPlanner:
     def __init__(self, setup: TrainSetup, capacity: SharedCapacity) -> None:
         self._setup, self._capacity = setup, capacity
         self._lock = threading.Lock()
-        # Batches by their number in the order of preparation; guarded by _lock, as is _plans.
-        self._recent: dict[int, PreparedBatch] = {}
-        self._plans: collections.OrderedDict[tuple[int, int], SharedPlan] = (
-            collections.OrderedDict()
-        )
+        # By the number in the order of preparation; guarded by _lock, as is _plans.
+        self._recent: dict[int, _Ids] = {}
+        self._plans: dict[tuple[int, int], SharedPlan] = {}
 
     def prepared(self, number: int, batch: PreparedBatch) -> None:
         """Makes the plans between this batch and its neighbours that were prepared before it.
@@ -70,25 +75,34 @@ class SharedPlanner:
           number: its place in the order in which batches were begun to be prepared.
           batch: prepared in any thread, and perhaps after one that was begun later.
         """
+        own = _Ids(batch.serial, batch.ids, batch.groups)
         with self._lock:
-            self._recent[number] = batch
-            self._recent.pop(number - _PLANS_KEPT, None)
             before, after = self._recent.get(number - 1), self._recent.get(number + 1)
-        for current, following in ((before, batch), (batch, after)):
+            self._recent[number] = own
+            for old in [key for key in self._recent if key <= number - _RECENT_KEPT]:
+                del self._recent[old]
+        for current, following in ((before, own), (own, after)):
             if current is not None and following is not None:
-                self._keep(current, following, self._make(current, following))
-
-    def _keep(self, current: PreparedBatch, following: PreparedBatch, plan: SharedPlan) -> None:
-        with self._lock:
-            self._plans[current.serial, following.serial] = plan
-            while len(self._plans) > _PLANS_KEPT:
-                self._plans.popitem(last=False)
+                plan = self._make(current, following)
+                with self._lock:
+                    self._plans[current.serial, following.serial] = plan
 
     def plan(self, current: PreparedBatch, following: PreparedBatch) -> SharedPlan:
-        """The plan from a step's batch to the next one's."""
+        """The plan from a step's batch to the next one's. Those of earlier batches are dropped."""
         with self._lock:
             known = self._plans.pop((current.serial, following.serial), None)
-        return known or self._make(current, following)
+            for old in [pair for pair in self._plans if pair[0] < current.serial]:
+                del self._plans[old]
+        return known or self._make(
+            _Ids(current.serial, current.ids, current.groups),
+            _Ids(following.serial, following.ids, following.groups),
+        )
+
+    def clear(self) -> None:
+        """Forgets all batches and plans."""
+        with self._lock:
+            self._recent.clear()
+            self._plans.clear()
 
     def empty(self) -> SharedArrays:
         """The arrays of a plan that shares nothing."""
@@ -114,7 +128,7 @@ class SharedPlanner:
             )
         )
 
-    def _make(self, current: PreparedBatch, following: PreparedBatch) -> SharedPlan:
+    def _make(self, current: _Ids, following: _Ids) -> SharedPlan:
         setup, capacity = self._setup, self._capacity
         shared = plan_shared_rows(
             current.groups,

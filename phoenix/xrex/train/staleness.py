@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 
 ONE_STEP, EXACT, SYNCHRONOUS = "one_step", "exact", "synchronous"
 MODES = (ONE_STEP, EXACT, SYNCHRONOUS)
@@ -25,7 +26,8 @@ class SharedCapacity:
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            is_count = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+            if not is_count or value < 1:
                 raise ValueError(
                     f"SharedCapacity got {name}={value!r}; it is a count of at least 1"
                 )

@@ -35,15 +35,20 @@ class SynchronousSchedule(Schedule):
             self.advance_program, donate_argnums=0, out_shardings=(like_state, None)
         )
 
+    def _try_programs(
+        self, state: TrainState, batch: DeviceBatch, following: PreparedBatch | None
+    ) -> None:
+        del following
+        jax.eval_shape(self._advance, state, batch)
+
     def advance(
         self, state: TrainState, current: PreparedBatch, following: PreparedBatch | None
     ) -> tuple[TrainState, StepMetrics]:
         """See `Schedule`. The next batch is not looked at."""
         del following
-        self.open()
         state, metrics = self._advance(state, current.arrays)
         self.started(metrics.norm)
-        return state, metrics
+        return self.came_out(state), metrics
 
     def advance_program(
         self, state: TrainState, batch: DeviceBatch

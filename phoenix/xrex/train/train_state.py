@@ -100,6 +100,9 @@ class TrainSetup:
     refuse_out_of_range: bool = False
 
     def __post_init__(self) -> None:
+        rate = self.learning_rate
+        if not callable(rate) and not math.isfinite(rate):
+            raise ValueError(f"learning_rate={rate!r}; it must be finite")
         limit = self.max_grad_norm
         if limit is not None and not (0 < limit < math.inf):
             raise ValueError(
@@ -173,6 +176,11 @@ def init_state(setup: TrainSetup, dense_params: Any, table: Any) -> TrainState:
 def shardings_of(tree: Any) -> Any:
     """The sharding of every array of a pytree."""
     return jax.tree.map(lambda x: x.sharding, tree)
+
+
+def array_like(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Any:
+    """What stands for an array where a program is made without data."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def place(array: Any, sharding: NamedSharding) -> jax.Array:

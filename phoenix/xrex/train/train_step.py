@@ -22,11 +22,14 @@ from xrex.train.evaluation import (
 )
 from xrex.train.exact_schedule import ExactSchedule, SharedCounts
 from xrex.train.one_step_schedule import OneStepSchedule
-from xrex.train.prepared_batch import PreparedBatch, prepare_batch
-from xrex.train.schedule import Schedule
+from xrex.train.prepared_batch import PreparedBatch, check_loss, prepare_batch
+from xrex.train.schedule import Schedule, types_of
 from xrex.train.staleness import EXACT, ONE_STEP, SharedCapacity, require_mode
 from xrex.train.synchronous_schedule import SynchronousSchedule
 from xrex.train.train_state import StepMetrics, TrainSetup, TrainState, init_state
+
+# How long an interrupted call lets steps that were started before come to their end.
+_PATIENCE_SECS = 5.0
 
 
 class TrainStepError(RuntimeError):
@@ -35,7 +38,9 @@ class TrainStepError(RuntimeError):
     Attributes:
       state: the state that the failed steps left behind. They changed neither dense parameters nor
         table, only the step counter; the gradients that the first of them was about to apply to
-        the table are lost. The run may go on from this state, or from a checkpoint.
+        the table are lost, in the mode EXACT perhaps after those of the same step for shared rows
+        were applied. The run may go on from this state; or, after `TrainStep.close`, from a
+        checkpoint.
     """
 
     def __init__(self, message: str, state: TrainState) -> None:
@@ -80,8 +85,12 @@ class TrainStep:
             raise ValueError(f"shared={shared} is of use in the mode {EXACT!r}, not {staleness!r}")
         self._schedule = _make_schedule(setup, staleness, shared, make_engine)
         self._lock = threading.RLock()
+        self._busy_thread: int | None = None  # written with _lock, by the thread that holds it
+        self._untold: RuntimeError | None = None  # guarded by _lock
         self._numbers = itertools.count()
+        self._evaluation_secs = 0.0  # that the engine's open contexts waited for; with _lock
         self._evaluate: EvaluationProgram = evaluation_program(setup, self._schedule.engines[0])
+        self._evaluated: set[Any] = set()
         self._look_up: LookupProgram = lookup_program(setup, self._schedule.engines[0])
         self._at_exit = weakref.finalize(self, self._schedule.end_at_exit)
 
@@ -96,9 +105,6 @@ class TrainStep:
         it. Safe from any thread, beside a running step and each other. In the mode EXACT the rows
         that two batches share are found here, too, if they are prepared in the order of their
         steps.
-
-        The batch's arrays are not to be written to until its step is done: they may be read where
-        they lie.
 
         Raises:
           TypeError: the batch is malformed.
@@ -133,12 +139,13 @@ class TrainStep:
           TrainStepError: the engine failed; the error holds the state to go on with.
         """
         _refuse_tracing("step", (state, _arrays_of(batch), _arrays_of(next_batch)))
-        with self._lock:
+        with self._exclusively():
             self._raise_if_failed(state)
             current = self._claim(state, batch)
             following = None if next_batch is None else self.prepare(next_batch)
-            self._schedule.compile(state, current)
-            with self._ending_on_error():
+            self._schedule.make_ready(state, current, following)
+            self._raise_if_failed(state, self._schedule.open)
+            with self._ending_on_error(state):
                 state, metrics = self._schedule.advance(state, current, following)
             self._raise_if_failed(state)
             return state, metrics
@@ -155,13 +162,15 @@ class TrainStep:
           TrainStepError: the engine failed; the error holds the state to go on with.
         """
         _refuse_tracing("flush", state)
-        with self._lock:
+        with self._exclusively():
             self._raise_if_failed(state)
             self._require_current(state)
-            with self._ending_on_error():
+            if not self._schedule.is_at_rest:
+                self._raise_if_failed(state, self._schedule.open)
+            with self._ending_on_error(state):
                 state = self._schedule.come_to_rest(state)
             self._raise_if_failed(state, self._schedule.settle)
-            return state
+            return self._schedule.came_out(state)
 
     def lookup(self, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
         """Looks a batch up without training. Leaves nothing in flight, however often.
@@ -176,12 +185,12 @@ class TrainStep:
           ValueError: the batch is malformed.
           TrainStepError: the engine failed; the error holds the state to go on with.
         """
-        prepared = self._ready_to_evaluate("lookup", state, batch)
-        with self._lock:
-            with self._ending_on_error():
-                self._schedule.engines[0].open()
+        _refuse_tracing("lookup", (state, _arrays_of(batch)))
+        prepared = prepare_batch(self._setup, batch)
+        with self._exclusively(), self._evaluating("lookup", state):
+            with self._ending_on_error(state):
                 table, embeddings = self._look_up(state.table, prepared.arrays)
-                state = state._replace(table=table)
+                state = self._schedule.came_out(state._replace(table=table))
                 jax.block_until_ready(embeddings)
             self._raise_if_failed(state)
             return state, embeddings
@@ -195,13 +204,17 @@ class TrainStep:
         Raises:
           As `lookup`.
         """
-        prepared = self._ready_to_evaluate("evaluate", state, batch)
-        with self._lock:
-            self._schedule.compile(state, prepared)
-            with self._ending_on_error():
-                self._schedule.engines[0].open()
-                table, loss, aux = self._evaluate(state.table, state.dense_params, prepared.arrays)
-                state = state._replace(table=table)
+        _refuse_tracing("evaluate", (state, _arrays_of(batch)))
+        prepared = prepare_batch(self._setup, batch)
+        with self._exclusively(), self._evaluating("evaluate", state):
+            arguments = (state.table, state.dense_params, prepared.arrays)
+            kind = types_of(arguments)
+            if kind not in self._evaluated:
+                check_loss(self._setup, state.dense_params, prepared.arrays)
+                self._evaluated.add(kind)
+            with self._ending_on_error(state):
+                table, loss, aux = self._evaluate(*arguments)
+                state = self._schedule.came_out(state._replace(table=table))
                 loss.block_until_ready()
             self._raise_if_failed(state)
             return state, loss, aux
@@ -214,7 +227,7 @@ class TrainStep:
         """Seconds that the dense computation stood still for the exchange, since it was opened.
 
         A mean over the local ranks, by "lookup" and "update" of whole batches and, in the mode
-        EXACT, "shared" rows. Empty on plain JAX.
+        EXACT, "shared" rows; evaluation does not count. Empty on plain JAX.
         """
         whole, *parts = (
             [(rank.lookup_wait_secs, rank.update_wait_secs) for rank in engine.counters().values()]
@@ -223,7 +236,7 @@ class TrainStep:
         if not whole:
             return {}
         result = {
-            "lookup": sum(lookup for lookup, _ in whole) / len(whole),
+            "lookup": max(0.0, self._lookup_wait_secs() - self._evaluation_secs),
             "update": sum(update for _, update in whole) / len(whole),
         }
         if parts:
@@ -238,19 +251,23 @@ class TrainStep:
     def abort(self) -> None:
         """Ends the exchange at once. Safe from any thread, and twice.
 
-        Whoever waits inside `step` or `flush` wakes up with a TrainStepError. Gradients that no
-        step has taken yet stay deferred; a later `step` or `flush` opens the engine again and
+        Whoever waits inside `step` or `flush` wakes up with a TrainStepError; so does that call
+        when a signal handler calls this in the midst of it. Steps that were started and are still
+        running are skipped, and their metrics say so. Gradients that no step has taken yet
+        stay deferred; a later `step` or `flush` with the same state opens the engine again and
         applies them.
         """
         self._schedule.abort()
+        if self._busy_thread == threading.get_ident():
+            return  # the call that was interrupted ends what it began
         with self._lock:
-            self._schedule.end()
+            self._end()
 
     def close(self) -> None:
         """Ends the exchange and forgets deferred gradients; `flush` before it to keep them."""
         with self._lock:
-            self._schedule.deferred = None
-            self._schedule.end()
+            self._schedule.forget()
+            self._end()
 
     def __enter__(self) -> Self:
         return self
@@ -263,16 +280,38 @@ class TrainStep:
     ) -> None:
         self.close()
 
-    def _ready_to_evaluate(self, call: str, state: TrainState, batch: Any) -> PreparedBatch:
-        _refuse_tracing(call, (state, _arrays_of(batch)))
+    @contextlib.contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        """Holds the lock, for a call that starts programs."""
         with self._lock:
-            if not self._schedule.is_at_rest:
-                raise RuntimeError(
-                    f"{call} was called in the middle of the pipeline; call flush(state) first, "
-                    "so that the table has seen every update"
-                )
-            self._raise_if_failed(state)
-        return prepare_batch(self._setup, batch)
+            self._busy_thread = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._busy_thread = None
+
+    @contextlib.contextmanager
+    def _evaluating(self, call: str, state: TrainState) -> Iterator[None]:
+        """Requires rest, opens the engine, and keeps what it waits for apart."""
+        if not self._schedule.is_at_rest:
+            raise RuntimeError(
+                f"{call} was called in the middle of the pipeline; call flush(state) first, "
+                "so that the table has seen every update"
+            )
+        self._raise_if_failed(state)
+        self._raise_if_failed(state, self._schedule.engines[0].open)
+        before = self._lookup_wait_secs()
+        yield
+        self._evaluation_secs += self._lookup_wait_secs() - before
+
+    def _lookup_wait_secs(self) -> float:
+        """Seconds waited for lookups of whole batches, a mean over the local ranks."""
+        ranks = self._schedule.engines[0].counters().values()
+        return sum(rank.lookup_wait_secs for rank in ranks) / max(1, len(ranks))
+
+    def _end(self) -> None:
+        self._schedule.end()
+        self._evaluation_secs = 0.0
 
     def _claim(self, state: TrainState, batch: Any) -> PreparedBatch:
         """The prepared form of `batch`: the one looked up ahead, or a new one at rest."""
@@ -288,36 +327,48 @@ class TrainStep:
         return armed
 
     def _require_current(self, state: TrainState) -> None:
-        if self._schedule.table is not None and self._schedule.table is not state.table:
-            raise ValueError(
-                "a lookup is armed on the table of the state that came out last, and this is "
-                "another state; pass that one, or call abort() to drop lookup and updates in flight"
-            )
+        if self._schedule.is_at_rest or self._schedule.is_latest(state):
+            return
+        what = (
+            "gradients wait to be applied to"
+            if self._schedule.armed is None
+            else "a lookup is armed on the table of"
+        )
+        raise ValueError(
+            f"{what} the state that came out last, and this is another state; pass that one, or "
+            "call close() to drop lookup and updates in flight"
+        )
 
     def _raise_if_failed(
         self, state: TrainState, host_call: Callable[[], None] | None = None
     ) -> None:
         """Makes a host call of the engines, by default their check; if it fails, ends all."""
         try:
+            untold, self._untold = self._untold, None
+            if untold is not None:
+                raise untold
             (host_call or self._schedule.check)()
         except RuntimeError as error:
-            self._schedule.end()
+            self._end()
             raise TrainStepError(
                 f"{error}; the failed step was skipped: go on from the state in this error, or "
-                "from a checkpoint",
+                "call close() and go on from a checkpoint",
                 state,
             ) from error
 
     @contextlib.contextmanager
-    def _ending_on_error(self) -> Iterator[None]:
+    def _ending_on_error(self, state: TrainState) -> Iterator[None]:
         """Ends the exchange when anything goes wrong after the first program was started."""
         try:
             yield
         except BaseException as error:
-            if not isinstance(error, Exception):
-                self._schedule.abort()  # an interrupt does not wait for a slow peer
-            self._schedule.end()
-            self._schedule.forget_used_up()
+            # An interrupt does not wait for a slow peer for long. Steps that it ends are not lost
+            # silently: the next call tells.
+            if not isinstance(error, Exception) and not self._schedule.wait_at_most(_PATIENCE_SECS):
+                self._schedule.abort()
+                self._untold = RuntimeError(f"steps were running when {error!r} ended them")
+            self._end()
+            self._schedule.forget_used_up(state)
             raise
 
 

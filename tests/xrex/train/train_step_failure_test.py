@@ -1,4 +1,5 @@
 import concurrent.futures
+import contextlib
 import gc
 import threading
 from typing import Any
@@ -152,6 +153,10 @@ class LateEngine(NativeEngine):
     def check(self) -> None:
         if not self.silent:
             super().check()
+
+    def open(self) -> None:
+        with contextlib.suppress(RuntimeError) if self.silent else contextlib.nullcontext():
+            super().open()
 
 
 def test_failed_step_changes_neither_table_nor_dense_parameters() -> None:
