@@ -1,5 +1,7 @@
 #include "phoenix/xrex/cuda/async_emb/src/cuda_device.hpp"
 
+#include <nccl.h>
+
 #include <algorithm>
 #include <array>
 #include <cstddef>
@@ -133,7 +135,7 @@ CudaDevice::CudaDevice(std::int64_t ordinal, CudaMappedPool& pool)
     : ordinal_(CheckedOrdinal(ordinal)),
       context_(CudaDeviceScope::ContextOf(ordinal_)),
       mapped_(pool, context_, sizeof(MappedWords)),
-      read_back_(std::make_shared<CudaStream>(context_)) {
+      read_back_(context_) {
   new (mapped_.get()) MappedWords{};
   const CudaDeviceScope scope(context_);
   cuda_kernels::LoadKernels();
@@ -159,10 +161,12 @@ std::unique_ptr<StepGuard> CudaDevice::NewGuard(Pipeline pipeline) {
 
 std::shared_ptr<std::byte> CudaDevice::AllocateArena(std::size_t bytes) {
   const CudaDeviceScope scope(context_);
-  const cudaStream_t stream = CudaStreamOf(read_back_->ref());
+  // NCCL's allocator maps memory, and taking the mapping away waits for
+  // nothing. cudaFree may wait for all that the device does, also for a
+  // collective of XLA's whose peer has died. Whoever drops the arena knows that
+  // its work has ended.
   void* block = nullptr;
-  const cudaError_t allocated = cudaMallocAsync(&block, bytes, stream);
-  if (allocated == cudaErrorMemoryAllocation) {
+  if (ncclMemAlloc(&block, bytes) != ncclSuccess) {
     static_cast<void>(cudaGetLastError());  // told below, and not to others
     throw AsyncEmbError(
         ErrorCode::kResourceExhausted,
@@ -172,21 +176,13 @@ std::shared_ptr<std::byte> CudaDevice::AllocateArena(std::size_t bytes) {
                "XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise), or make "
                "tokens_per_batch, emb_width or num_unique smaller"));
   }
-  CheckCuda(allocated, "the arena");
-  // Not cudaFree, which may wait for all that the device does, also for a
-  // collective of XLA's whose peer has died. Nor on the legacy stream, which
-  // others may block. Whoever drops the arena knows that its work has ended.
   std::shared_ptr<std::byte> arena(
-      static_cast<std::byte*>(block),
-      [context = context_, owner = read_back_](std::byte* freed) {
+      static_cast<std::byte*>(block), [context = context_](std::byte* freed) {
         const CudaDeviceScope scope_of_release(context);
-        const cudaStream_t last = CudaStreamOf(owner->ref());
-        static_cast<void>(cudaFreeAsync(freed, last));
-        // Now the device's pool, which by default keeps nothing that is free,
-        // gives the memory back.
-        static_cast<void>(cudaStreamSynchronize(last));
+        static_cast<void>(ncclMemFree(freed));
       });
   // Waits for nothing else that the device does.
+  const cudaStream_t stream = CudaStreamOf(read_back_.ref());
   CheckCuda(cudaMemsetAsync(block, 0, bytes, stream), "to zero the arena");
   CheckCuda(cudaStreamSynchronize(stream), "to zero the arena");
   return arena;
@@ -215,8 +211,7 @@ void CudaDevice::BindScratch(std::byte* scratch, const PipelineSpec& spec) {
 std::optional<std::string> CudaDevice::PollError() const {
   // Any call tells of an error that no later call can get past.
   const CudaDeviceScope scope(context_);
-  const cudaError_t of_stream =
-      cudaStreamQuery(CudaStreamOf(read_back_->ref()));
+  const cudaError_t of_stream = cudaStreamQuery(CudaStreamOf(read_back_.ref()));
   if (of_stream == cudaSuccess || of_stream == cudaErrorNotReady) {
     return std::nullopt;
   }
@@ -272,7 +267,7 @@ void CudaDevice::EndStep(StreamRef stream, StepGuard& guard,
 
 void CudaDevice::ReadBack(void* dst, const void* src, std::size_t bytes) {
   const CudaDeviceScope scope(context_);
-  const cudaStream_t stream = CudaStreamOf(read_back_->ref());
+  const cudaStream_t stream = CudaStreamOf(read_back_.ref());
   CheckCuda(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToHost, stream),
             "to copy the arena to the host");
   CheckCuda(cudaStreamSynchronize(stream), "to copy the arena to the host");

@@ -119,9 +119,8 @@ class CudaDevice final : public Device {
   const int ordinal_;
   const CUcontext context_;
   const MappedBlock mapped_;
-  // For the host's own copies, and where arenas come from and go to: they share
-  // it. Never has work that waits for other work.
-  const std::shared_ptr<CudaStream> read_back_;
+  // For the host's own copies. Mutable: to ask how far it is changes nothing.
+  mutable CudaStream read_back_;
   // Set before the first step, then only read.
   std::size_t num_guards_ = 0;
   DeviceWords* words_ = nullptr;

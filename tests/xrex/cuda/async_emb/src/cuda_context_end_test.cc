@@ -8,6 +8,8 @@
 
 #include "phoenix/xrex/cuda/async_emb/src/async_emb_comm.hpp"
 #include "phoenix/xrex/cuda/async_emb/src/cuda_backend.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/cuda_device_scope.hpp"
+#include "phoenix/xrex/cuda/async_emb/src/cuda_mapped_pool.hpp"
 #include "tests/xrex/cuda/async_emb/src/cuda_context_test_fixture.hpp"
 #include "tests/xrex/cuda/async_emb/src/cuda_context_test_utils.hpp"
 #include "tests/xrex/cuda/async_emb/src/testing_util.hpp"
@@ -166,6 +168,52 @@ TEST(CudaTornStepTest, AnUpdateTakesPlaceAsAWholeOrNotAtAll) {
   RecordProperty("num_applied", num_applied);
   EXPECT_GT(num_applied, 0);
   EXPECT_LT(num_applied, kNumMoments);
+}
+
+// Others' work on the device, here a stream that is held, must not keep a
+// context from ending.
+TEST(CudaLifecycleTest, AContextEndsWhileTheDeviceIsBusyForOthers) {
+  const SteadyClock clock;
+  CudaBackend backend;
+  Gate gate;
+  CallerStream others;
+  CudaRank rank(CudaSpec(200'000, 128, 100'000), kVocabRows, kTimeout, clock,
+                backend);
+  rank.BringUp();
+  others.HoldAt(gate);
+  auto end = AttemptAsync([&] { rank.Destroy(); });
+  EXPECT_EQ(end.wait_for(std::chrono::seconds(30)), std::future_status::ready);
+  gate.Open();
+  EXPECT_THAT(end.get(), Succeeded());
+}
+
+TEST(CudaMappedPoolTest, ABlockThatWasGivenBackIsUsedAgainAndZeroed) {
+  const CUcontext context = CudaDeviceScope::ContextOf(0);
+  CudaMappedPool pool;
+  std::byte* first = nullptr;
+  {
+    const MappedBlock block(pool, context, 64);
+    first = block.get();
+    first[63] = std::byte{7};
+  }
+  const MappedBlock again(pool, context, 64);
+  EXPECT_EQ(again.get(), first);
+  EXPECT_EQ(again.get()[63], std::byte{0});
+}
+
+TEST(CudaMappedPoolTest, BlocksThatAreInUseAndOtherSizesAreNotGivenOut) {
+  const CUcontext context = CudaDeviceScope::ContextOf(0);
+  CudaMappedPool pool;
+  const MappedBlock taken(pool, context, 64);
+  const MappedBlock other(pool, context, 64);
+  EXPECT_NE(other.get(), taken.get());
+  std::byte* small = nullptr;
+  {
+    const MappedBlock block(pool, context, 32);
+    small = block.get();
+  }
+  const MappedBlock large(pool, context, 128);
+  EXPECT_NE(large.get(), small);
 }
 
 }  // namespace
