@@ -259,44 +259,44 @@ void NcclCommunicator::Abort(std::string_view reason) {
 
 void NcclCommunicator::End() {
   // From here on nobody waits for NCCL with the handle's mutex.
-  if (!aborted_.exchange(true)) AbortHandle();
+  if (!aborted_.exchange(true)) EndHandle(&ncclCommAbort);
 }
 
-void NcclCommunicator::AbortHandle() {
-  const auto abort = [handle = handle_, context = device_.context()] {
+void NcclCommunicator::EndHandle(ncclResult_t (*end)(ncclComm_t)) {
+  const auto run = [end, handle = handle_, context = device_.context()] {
     std::lock_guard lock(handle->mutex);
     if (handle->comm != nullptr) {
       const CudaDeviceScope scope(context);
-      static_cast<void>(ncclCommAbort(handle->comm));
+      static_cast<void>(end(handle->comm));
       handle->comm = nullptr;
     }
     handle->arena.reset();
   };
   try {
-    // NCCL may wait for the device to come to rest: not on the caller's time.
-    std::thread(abort).detach();
+    // Either way of ending waits for all that the device does, also for others:
+    // not on the caller's time.
+    std::thread(run).detach();
   } catch (const std::system_error&) {
-    abort();  // there is no thread to be had
+    run();  // there is no thread to be had
   }
 }
 
 void NcclCommunicator::CloseInOrder() {
   const auto limit = SteadyTime::now() + kCloseLimit;
   const auto is_late = [limit] { return SteadyTime::now() >= limit; };
+  ncclResult_t at_rest = ncclInProgress;
   if (!aborted()) {
     const CudaDeviceScope scope(device_.context());
     std::lock_guard lock(handle_->mutex);
     if (handle_->comm == nullptr) return;
-    const ncclResult_t at_rest =
-        Await(ncclCommFinalize(handle_->comm), is_late);
-    if (at_rest == ncclSuccess) {
-      ncclCommDestroy(std::exchange(handle_->comm, nullptr));
-      handle_->arena.reset();
-      return;
-    }
+    at_rest = Await(ncclCommFinalize(handle_->comm), is_late);
   }
-  Abort(StrCat("rank ", config_.rank,
-               " was closed before all of its exchanges had ended"));
+  if (at_rest == ncclSuccess) {
+    EndHandle(&ncclCommDestroy);
+  } else {
+    Abort(StrCat("rank ", config_.rank,
+                 " was closed before all of its exchanges had ended"));
+  }
   Backoff backoff;
   while (!is_late()) {
     const std::unique_lock lock(handle_->mutex, std::try_to_lock);

@@ -90,7 +90,8 @@ class NcclCommunicator final : public Communicator {
   // This communicator's own part of an abort, once its device's guards have
   // failed: what NCCL leaves behind must not be taken for good.
   void End();
-  void AbortHandle();
+  // Ends NCCL's communicator on a thread of its own.
+  void EndHandle(ncclResult_t (*end)(ncclComm_t));
   std::optional<std::string> abort_reason() const;
   bool aborted() const { return aborted_.load(std::memory_order_acquire); }
 

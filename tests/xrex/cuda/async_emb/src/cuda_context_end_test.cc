@@ -170,23 +170,6 @@ TEST(CudaTornStepTest, AnUpdateTakesPlaceAsAWholeOrNotAtAll) {
   EXPECT_LT(num_applied, kNumMoments);
 }
 
-// Others' work on the device, here a stream that is held, must not keep a
-// context from ending.
-TEST(CudaLifecycleTest, AContextEndsWhileTheDeviceIsBusyForOthers) {
-  const SteadyClock clock;
-  CudaBackend backend;
-  Gate gate;
-  CallerStream others;
-  CudaRank rank(CudaSpec(200'000, 128, 100'000), kVocabRows, kTimeout, clock,
-                backend);
-  rank.BringUp();
-  others.HoldAt(gate);
-  auto end = AttemptAsync([&] { rank.Destroy(); });
-  EXPECT_EQ(end.wait_for(std::chrono::seconds(30)), std::future_status::ready);
-  gate.Open();
-  EXPECT_THAT(end.get(), Succeeded());
-}
-
 TEST(CudaMappedPoolTest, ABlockThatWasGivenBackIsUsedAgainAndZeroed) {
   const CUcontext context = CudaDeviceScope::ContextOf(0);
   CudaMappedPool pool;
