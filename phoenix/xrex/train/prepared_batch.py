@@ -128,7 +128,13 @@ def _id_leaves(features: Any) -> list[np.ndarray]:
         array, name = np.asarray(leaf), jax.tree_util.keystr(path)
         if not np.issubdtype(array.dtype, np.integer):
             raise TypeError(f"token ids{name} are {array.dtype}; they must be integers: cast them")
-        if array.ndim < 1 or array.shape[0] != np.shape(named[0][1])[0]:
+        if array.ndim < 1:
+            raise ValueError(
+                f"token ids{name} is one number; give arrays [B, ...]: lists and tuples are pytrees"
+            )
+        if array.shape[0] == 0:
+            raise ValueError(f"token ids{name} have shape {list(array.shape)}: no examples")
+        if array.shape[0] != np.shape(named[0][1])[0]:
             raise ValueError(
                 f"token ids{name} have shape {list(array.shape)}; the first dimension of every id "
                 "feature must be the examples"

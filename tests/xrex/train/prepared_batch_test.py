@@ -78,3 +78,29 @@ def test_loss_of_another_type_is_refused() -> None:
     arrays = prepare_batch(setup, BATCH).arrays
     with pytest.raises(TypeError, match=r"bfloat16.*it must be a float32 scalar"):
         check_loss(setup, helpers.toy_params(), arrays)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([[0, 1, 2]] * helpers.NUM_EXAMPLES, "is one number; give arrays"),
+        (np.zeros((0, 3), np.int32), "no examples"),
+    ],
+    ids=["lists", "empty"],
+)
+def test_ids_that_are_no_arrays_of_examples_are_refused(ids: Any, message: str) -> None:
+    batch = helpers.toy_batch(0)._replace(ids=ids, mask=None)
+    with pytest.raises(ValueError, match=message):
+        prepare_batch(helpers.toy_setup(), batch)
+
+
+def test_batch_may_be_written_to_once_it_is_prepared() -> None:
+    batch = helpers.toy_batch(0)
+    push = np.zeros(batch.push.size + 16, np.float32)
+    # Where JAX would use host memory as it lies: at a multiple of 64 bytes.
+    start = (-push.ctypes.data % 64) // 4
+    aligned = push[start : start + batch.push.size].reshape(batch.push.shape)
+    aligned[...] = batch.push
+    prepared = prepare_batch(helpers.toy_setup(num_devices=1), batch._replace(push=aligned))
+    aligned[...] = 777
+    helpers.assert_same_bits(helpers.host_copy(prepared.arrays.batch.push), batch.push)
