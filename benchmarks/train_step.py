@@ -128,9 +128,11 @@ class DenseOnly:
 
         def advance(state: Any, rows: jax.Array, batch: Batch) -> Any:
             params, opt_state = state
-            grads, rows_grad = jax.grad(lambda *x: setup.loss_fn(*x, batch)[0], (0, 1))(
-                params, rows
-            )
+
+            def loss_of(params: Any, rows: jax.Array) -> jax.Array:
+                return setup.loss_fn(params, rows, batch)[0]
+
+            grads, rows_grad = jax.grad(loss_of, (0, 1))(params, rows)
             updates, opt_state = optimizer.update(grads, opt_state, params)
             return (optax.apply_updates(params, updates), opt_state), rows_grad
 
@@ -197,9 +199,9 @@ def _setup(name: str, mesh: jax.sharding.Mesh, max_ctas: int = 4) -> TrainSetup:
 
 
 def _steps(mesh: jax.sharding.Mesh, max_ctas: int) -> dict[str, TrainStep]:
-    shared = None
-    if _SHARED_ROWS.value is not None:
-        shared = SharedCapacity(rows=_SHARED_ROWS.value, tokens_per_rank=_SHARED_TOKENS.value)
+    shared, rows, tokens = None, _SHARED_ROWS.value, _SHARED_TOKENS.value
+    if rows is not None and tokens is not None:
+        shared = SharedCapacity(rows=rows, tokens_per_rank=tokens)
     steps = {
         mode: TrainStep(
             _setup(mode, mesh, max_ctas), mode, shared=shared if mode == EXACT else None

@@ -130,7 +130,7 @@ def _id_leaves(features: Any) -> list[np.ndarray]:
             raise TypeError(f"token ids{name} are {array.dtype}; they must be integers: cast them")
         if array.ndim < 1:
             raise ValueError(
-                f"token ids{name} is one number; give arrays [B, ...]: lists and tuples are pytrees"
+                f"token ids{name} have shape []; give arrays [B, ...]: lists and tuples are pytrees"
             )
         if array.shape[0] == 0:
             raise ValueError(f"token ids{name} have shape {list(array.shape)}: no examples")

@@ -204,7 +204,8 @@ class Schedule(abc.ABC):
         """Waits for all programs, but no longer than this; says whether all have ended."""
         limit = time.monotonic() + secs
         while self._running:
-            if self._running[0].is_ready():
+            oldest: Any = self._running[0]  # whose type does not tell that it can be asked
+            if oldest.is_ready():
                 self._running.popleft()
             elif time.monotonic() < limit:
                 time.sleep(_POLL_SECS)

@@ -83,7 +83,7 @@ def test_loss_of_another_type_is_refused() -> None:
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ([[0, 1, 2]] * helpers.NUM_EXAMPLES, "is one number; give arrays"),
+        ([[0, 1, 2]] * helpers.NUM_EXAMPLES, r"have shape \[\]; give arrays"),
         (np.zeros((0, 3), np.int32), "no examples"),
     ],
     ids=["lists", "empty"],

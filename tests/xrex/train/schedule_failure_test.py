@@ -274,8 +274,8 @@ def test_exception_in_the_program_ends_all_contexts_and_keeps_what_was_deferred(
 
     with monkeypatch.context() as patch:
         if mode == EXACT:
-            ways = dict.fromkeys(run.step._schedule._ways, (fail, fail))
-            patch.setattr(run.step._schedule, "_ways", ways)
+            schedule: Any = run.step._schedule
+            patch.setattr(schedule, "_ways", dict.fromkeys(schedule._ways, (fail, fail)))
         else:
             patch.setattr(run.step._schedule, "_advance", fail)
         with pytest.raises(error, match="in the program"):
