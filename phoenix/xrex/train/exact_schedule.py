@@ -198,7 +198,7 @@ class ExactSchedule(Schedule):
                 self._count(shared)
         self.armed, self.table = following, None if following is None else state.table
         self.started(metrics.norm)
-        return self.came_out(state), metrics
+        return self.stepped(state), metrics
 
     def _count(self, shared: SharedPlan) -> None:
         self.counts.steps += 1

@@ -75,7 +75,7 @@ class OneStepSchedule(Schedule):
         )
         self._arm(following, pin, state.table)
         self.started(metrics.norm)
-        return self.came_out(state), metrics
+        return self.stepped(state), metrics
 
     def _refill(self, state: TrainState, current: PreparedBatch) -> TrainState:
         """Looks the step's own batch up, in a table that has seen every update."""
@@ -91,7 +91,8 @@ class OneStepSchedule(Schedule):
     def _drop_lookup(self, state: TrainState) -> TrainState:
         if self._pin is not None:
             table = self._discard(state.table, self._pin)
-            state = state._replace(table=table.block_until_ready())
+            self.finish(table)
+            state = state._replace(table=table)
             self._arm(None, None, table)
         return state
 

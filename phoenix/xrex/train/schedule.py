@@ -60,6 +60,7 @@ class Schedule(abc.ABC):
         self.deferred: Deferred | None = None
         self._running: collections.deque[jax.Array] = collections.deque()
         self._latest: weakref.ref[jax.Array] | None = None
+        self._stepped: weakref.ref[jax.Array] | None = None  # the table that a step gave back
         self._like_state: Any = None
         self._tried: set[Any] = set()
         self._apply: Any = None
@@ -72,6 +73,11 @@ class Schedule(abc.ABC):
     def is_latest(self, state: TrainState) -> bool:
         """Whether this is the state that came out last."""
         return self._latest is not None and self._latest() is state.table
+
+    def stepped(self, state: TrainState) -> TrainState:
+        """Notes and returns the state that comes out of a step, and fits the programs."""
+        self._stepped = weakref.ref(state.table)
+        return self.came_out(state)
 
     def came_out(self, state: TrainState) -> TrainState:
         """Notes and returns the state that comes out."""
@@ -89,17 +95,19 @@ class Schedule(abc.ABC):
           TypeError: the loss function does not return what it should.
           Exception: what the loss function, a schedule or an optimizer raises when it is traced.
         """
-        is_known = self._like_state is not None and self.is_latest(state)
-        if not is_known and shardings_of(state) != self._like_state:
+        is_known = self._stepped is not None and self._stepped() is state.table
+        like = None if is_known else (shardings_of(state), types_of(state))
+        if not is_known and like != self._like_state:
             check_loss(self.setup, state.dense_params, current.arrays)
-            self._like_state = shardings_of(state)
-            self._tried.clear()
+            shardings = shardings_of(state)
             self._apply = jax.jit(
                 self._apply_program,
                 donate_argnums=(0, 1),
-                out_shardings=(self.setup.table_sharding(), self._like_state.embedding_state),
+                out_shardings=(self.setup.table_sharding(), shardings.embedding_state),
             )
-            self._make_programs(self._like_state)
+            self._make_programs(shardings)
+            self._tried.clear()
+            self._like_state = like
         kind = (types_of(current.arrays), following is None)
         if kind not in self._tried:
             self._try_programs(state, current.arrays, following)
@@ -148,7 +156,8 @@ class Schedule(abc.ABC):
             return state
         table, embedding_state = self._apply(state.table, state.embedding_state, self.deferred)
         self.deferred = None
-        return state._replace(table=table.block_until_ready(), embedding_state=embedding_state)
+        self.finish(table)
+        return state._replace(table=table, embedding_state=embedding_state)
 
     def _apply_program(
         self, table: jax.Array, embedding_state: Any, deferred: Deferred
@@ -199,6 +208,12 @@ class Schedule(abc.ABC):
         self._running.append(result)
         if len(self._running) > MAX_STEPS_IN_FLIGHT:
             self._running.popleft().block_until_ready()
+
+    def finish(self, result: jax.Array) -> None:
+        """Waits for a result of a started program; interrupted, it stays one to be waited for."""
+        self._running.append(result)
+        result.block_until_ready()
+        self._running.pop()
 
     def wait_at_most(self, secs: float) -> bool:
         """Waits for all programs, but no longer than this; says whether all have ended."""

@@ -15,6 +15,8 @@ from xrex.train.train_state import TrainSetup, place
 
 # Threads that prepare batches side by side get no further apart than this.
 _RECENT_KEPT = 8
+# Batches are prepared no further ahead of the step than this.
+_PLANS_KEPT = 256
 
 
 class _Ids(NamedTuple):
@@ -86,17 +88,22 @@ class SharedPlanner:
                 plan = self._make(current, following)
                 with self._lock:
                     self._plans[current.serial, following.serial] = plan
+                    self._drop_plans(own.serial - _PLANS_KEPT)
 
     def plan(self, current: PreparedBatch, following: PreparedBatch) -> SharedPlan:
-        """The plan from a step's batch to the next one's. Those of earlier batches are dropped."""
+        """The plan from a step's batch to the next one's. Much earlier ones are dropped."""
         with self._lock:
             known = self._plans.pop((current.serial, following.serial), None)
-            for old in [pair for pair in self._plans if pair[0] < current.serial]:
-                del self._plans[old]
+            self._drop_plans(current.serial - _RECENT_KEPT)
         return known or self._make(
             _Ids(current.serial, current.ids, current.groups),
             _Ids(following.serial, following.ids, following.groups),
         )
+
+    def _drop_plans(self, oldest: int) -> None:
+        """Drops plans of batches whose serial is below `oldest`; with `_lock`."""
+        for old in [pair for pair in self._plans if pair[0] < oldest]:
+            del self._plans[old]
 
     def clear(self) -> None:
         """Forgets all batches and plans."""

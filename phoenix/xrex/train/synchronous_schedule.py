@@ -48,7 +48,7 @@ class SynchronousSchedule(Schedule):
         del following
         state, metrics = self._advance(state, current.arrays)
         self.started(metrics.norm)
-        return self.came_out(state), metrics
+        return self.stepped(state), metrics
 
     def advance_program(
         self, state: TrainState, batch: DeviceBatch

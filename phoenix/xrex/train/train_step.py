@@ -191,7 +191,7 @@ class TrainStep:
             with self._ending_on_error(state):
                 table, embeddings = self._look_up(state.table, prepared.arrays)
                 state = self._schedule.came_out(state._replace(table=table))
-                jax.block_until_ready(embeddings)
+                self._schedule.finish(jax.tree.leaves(embeddings)[0])
             self._raise_if_failed(state)
             return state, embeddings
 
@@ -215,7 +215,7 @@ class TrainStep:
             with self._ending_on_error(state):
                 table, loss, aux = self._evaluate(*arguments)
                 state = self._schedule.came_out(state._replace(table=table))
-                loss.block_until_ready()
+                self._schedule.finish(loss)
             self._raise_if_failed(state)
             return state, loss, aux
 
@@ -260,14 +260,15 @@ class TrainStep:
         self._schedule.abort()
         if self._busy_thread == threading.get_ident():
             return  # the call that was interrupted ends what it began
-        with self._lock:
+        with self._exclusively():
             self._end()
 
     def close(self) -> None:
         """Ends the exchange and forgets deferred gradients; `flush` before it to keep them."""
-        with self._lock:
+        with self._exclusively():
             self._schedule.forget()
             self._end()
+            self._untold = None
 
     def __enter__(self) -> Self:
         return self
@@ -284,11 +285,11 @@ class TrainStep:
     def _exclusively(self) -> Iterator[None]:
         """Holds the lock, for a call that starts programs."""
         with self._lock:
-            self._busy_thread = threading.get_ident()
+            before, self._busy_thread = self._busy_thread, threading.get_ident()
             try:
                 yield
             finally:
-                self._busy_thread = None
+                self._busy_thread = before
 
     @contextlib.contextmanager
     def _evaluating(self, call: str, state: TrainState) -> Iterator[None]:
@@ -300,6 +301,7 @@ class TrainStep:
             )
         self._raise_if_failed(state)
         self._raise_if_failed(state, self._schedule.engines[0].open)
+        self._schedule.wait()  # for steps whose own waiting is not that of the evaluation
         before = self._lookup_wait_secs()
         yield
         self._evaluation_secs += self._lookup_wait_secs() - before
@@ -308,6 +310,17 @@ class TrainStep:
         """Seconds waited for lookups of whole batches, a mean over the local ranks."""
         ranks = self._schedule.engines[0].counters().values()
         return sum(rank.lookup_wait_secs for rank in ranks) / max(1, len(ranks))
+
+    def _give_up(self, error: BaseException) -> None:
+        """Ends what runs after an interrupt, and keeps what the next call is to tell."""
+        if not self._schedule.wait_at_most(_PATIENCE_SECS):
+            self._schedule.abort()
+            self._untold = RuntimeError(f"steps were running when {error!r} ended them")
+            return
+        try:
+            self._schedule.check()
+        except RuntimeError as failure:
+            self._untold = failure
 
     def _end(self) -> None:
         self._schedule.end()
@@ -364,9 +377,8 @@ class TrainStep:
         except BaseException as error:
             # An interrupt does not wait for a slow peer for long. Steps that it ends are not lost
             # silently: the next call tells.
-            if not isinstance(error, Exception) and not self._schedule.wait_at_most(_PATIENCE_SECS):
-                self._schedule.abort()
-                self._untold = RuntimeError(f"steps were running when {error!r} ended them")
+            if not isinstance(error, Exception):
+                self._give_up(error)
             self._end()
             self._schedule.forget_used_up(state)
             raise

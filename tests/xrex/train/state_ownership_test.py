@@ -94,6 +94,39 @@ def test_state_may_be_sharded_in_another_way_than_the_one_before(mode: str) -> N
         assert state.dense_params["hidden"].sharding == sharding
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_state_that_was_evaluated_first_may_be_sharded_in_another_way(mode: str) -> None:
+    setup = helpers.toy_setup(loss_fn=helpers.mlp_loss)
+    params = helpers.mlp_params()
+    sharding = NamedSharding(setup.ctx.mesh, PartitionSpec("data", None))
+    sharded = params | {"hidden": jax.device_put(params["hidden"], sharding)}
+    with TrainStep(setup, mode) as step:
+        state, _ = step.step(step.init(params, helpers.toy_table()), BATCHES[0], BATCHES[1])
+        step.flush(state)
+        state, _, _ = step.evaluate(step.init(sharded, helpers.toy_table()), BATCHES[0])
+        state, _ = step.step(state, BATCHES[0], BATCHES[1])
+        assert step.flush(state).dense_params["hidden"].sharding == sharding
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_abort_while_the_same_thread_closes_returns(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = TrainStep(helpers.toy_setup(), mode)
+    step.step(fresh(step), BATCHES[0])
+    end = step._schedule.end
+    ends: list[None] = []
+
+    def end_and_abort() -> None:  # as a signal handler would
+        ends.append(None)
+        end()
+        step.abort()
+
+    monkeypatch.setattr(step._schedule, "end", end_and_abort)
+    step.close()
+    assert len(ends) == 1
+
+
 @pytest.mark.parametrize("rate", [float("nan"), float("inf")])
 def test_learning_rate_that_is_not_finite_is_refused(rate: float) -> None:
     with pytest.raises(ValueError, match="it must be finite"):
@@ -180,6 +213,17 @@ def test_plan_is_made_whichever_of_its_batches_is_prepared_last() -> None:
     assert made == []
     planner.prepared(0, first)
     assert made == [(first.serial, second.serial)]
+
+
+def test_plan_outlives_one_of_a_batch_that_was_prepared_a_little_later() -> None:
+    made: list[tuple[int, int]] = []
+    step, planner = make_planner(made)
+    second, first, third = (step.prepare(batch) for batch in BATCHES[:3])
+    for number, batch in enumerate((first, second, third)):
+        planner.prepared(number, batch)
+    planner.plan(first, second)
+    planner.plan(second, third)
+    assert made == [(first.serial, second.serial), (second.serial, third.serial)]
 
 
 def test_item_that_comes_after_an_error_is_not_given_out() -> None:
