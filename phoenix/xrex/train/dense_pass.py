@@ -49,6 +49,9 @@ class DensePass:
     same inputs they give the same bits, as far as tests see.
 
     Attributes:
+      setup: what is trained, and by which rules.
+      engine: what orders both passes among its calls.
+      batch: what they run on.
       loss: float32 [].
       aux: second result of the loss function.
     """
@@ -63,7 +66,7 @@ class DensePass:
         *,
         after: jax.Array,
     ) -> None:
-        self._setup, self._engine, self._batch = setup, engine, batch
+        self.setup, self.engine, self.batch = setup, engine, batch
         replicated: Any = PartitionSpec()
         embeddings = engine.order_after(embeddings, after, setup.ctx.tokens_spec, replicated)
         pullback: Callable[[jax.Array], tuple[Any, jax.Array]]
@@ -81,19 +84,16 @@ class DensePass:
         Args:
           after: a pin, float32 [R]; the backward pass begins once it is available.
         """
-        tokens, replicated = self._setup.ctx.tokens_spec, PartitionSpec()
-        cotangent = self._engine.order_after(jnp.ones_like(self.loss), after, replicated, tokens)
+        tokens, replicated = self.setup.ctx.tokens_spec, PartitionSpec()
+        cotangent = self.engine.order_after(jnp.ones_like(self.loss), after, replicated, tokens)
         params_grad, embeddings_grad = self._pullback(cotangent)
-        return params_grad, self._engine.order_after(embeddings_grad, self.loss, tokens, replicated)
+        return params_grad, self.engine.order_after(embeddings_grad, self.loss, tokens, replicated)
 
 
 def settle_gradients(
-    setup: TrainSetup,
-    engine: EmbeddingEngine,
-    loss: jax.Array,
+    dense: DensePass,
     params_grad: Any,
     embeddings_grad: jax.Array,
-    batch: DeviceBatch,
     sparse: SparseState,
     step: jax.Array,
 ) -> tuple[Gradients, SparseState]:
@@ -103,18 +103,16 @@ def settle_gradients(
     NaN has then failed for another reason.
 
     Args:
-      setup: holds the rules.
-      engine: at whose end nothing but a lookup may be in flight.
-      loss: float32 [], of the step.
+      dense: the pass that they come from; nothing but a lookup may be in flight at its engine.
       params_grad: gradients of the dense parameters.
       embeddings_grad: bf16 [N, W].
-      batch: whose gradients these are.
       sparse: passed through, changed in nothing.
       step: int32 [], its number.
 
     Returns:
       The gradients; and `sparse`, to be used in place of the argument.
     """
+    setup, engine, batch = dense.setup, dense.engine, dense.batch
     update = GradientUpdate(embeddings_grad, batch.segment_ids, batch.unique_tokens, jnp.int32(1))
     sparse_ok = _surely_finite(update.grads, update.segment_ids)
     norm, skip_dense = jnp.float32(jnp.nan), jnp.bool_(False)
@@ -131,7 +129,7 @@ def settle_gradients(
             update,
         )
     if setup.skip_nonfinite:
-        sparse_ok = sparse_ok & jnp.isfinite(loss) & _all_finite(params_grad)
+        sparse_ok = sparse_ok & jnp.isfinite(dense.loss) & _all_finite(params_grad)
         sparse_ok = sparse_ok & jnp.isfinite(setup.learning_rate_at(step))
         if setup.max_grad_norm is not None:
             sparse_ok = sparse_ok & jnp.isfinite(norm)

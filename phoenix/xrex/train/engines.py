@@ -304,6 +304,14 @@ class PlainEngine:
         """See `EmbeddingEngine`. There is nothing to close."""
 
 
+def look_up(
+    engine: EmbeddingEngine, ids: jax.Array, table: jax.Array, gate: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """A whole lookup of ids int32 [N] after `gate`: embeddings bf16 [N, W], and the table."""
+    table, pin = engine.lookup_start(ids, table, gate)
+    return engine.lookup_done(table, pin)
+
+
 EngineFactory = Callable[[AsyncEmbContextHandle], EmbeddingEngine]
 
 

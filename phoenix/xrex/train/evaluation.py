@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from xrex.train.engines import EmbeddingEngine
+from xrex.train.engines import EmbeddingEngine, look_up
 from xrex.train.prepared_batch import DeviceBatch
 from xrex.train.train_state import TrainSetup
 
@@ -19,7 +19,7 @@ def lookup_program(setup: TrainSetup, engine: EmbeddingEngine) -> LookupProgram:
     """A jitted (table, batch) -> (table, embeddings of the features). The table is donated."""
 
     def lookup(table: jax.Array, batch: DeviceBatch) -> tuple[jax.Array, Any]:
-        table, embeddings = _look_up(engine, table, batch)
+        embeddings, table = look_up(engine, batch.ids, table, batch.ids)
         return table, batch.layout.split(embeddings)
 
     return jax.jit(lookup, donate_argnums=0, out_shardings=(setup.table_sharding(), None))
@@ -31,16 +31,8 @@ def evaluation_program(setup: TrainSetup, engine: EmbeddingEngine) -> Evaluation
     def evaluate(
         table: jax.Array, dense_params: Any, batch: DeviceBatch
     ) -> tuple[jax.Array, jax.Array, Any]:
-        table, embeddings = _look_up(engine, table, batch)
+        embeddings, table = look_up(engine, batch.ids, table, batch.ids)
         loss, aux = setup.loss_fn(dense_params, batch.layout.split(embeddings), batch.batch)
         return table, loss, aux
 
     return jax.jit(evaluate, donate_argnums=0, out_shardings=(setup.table_sharding(), None, None))
-
-
-def _look_up(
-    engine: EmbeddingEngine, table: jax.Array, batch: DeviceBatch
-) -> tuple[jax.Array, jax.Array]:
-    table, pin = engine.lookup_start(batch.ids, table, batch.ids)
-    embeddings, table = engine.lookup_done(table, pin)
-    return table, embeddings

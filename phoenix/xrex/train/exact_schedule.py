@@ -40,12 +40,19 @@ from xrex.train.dense_pass import (
     has_failed,
     settle_gradients,
 )
-from xrex.train.engines import EngineFactory
+from xrex.train.engines import EngineFactory, look_up
 from xrex.train.prepared_batch import DeviceBatch, PreparedBatch
 from xrex.train.schedule import Deferred, Schedule, types_of
 from xrex.train.shared_plan import SharedArrays, SharedPlan, SharedPlanner
 from xrex.train.staleness import SharedCapacity
-from xrex.train.train_state import StepMetrics, TrainSetup, TrainState, array_like, place
+from xrex.train.train_state import (
+    StepMetrics,
+    TrainSetup,
+    TrainState,
+    array_like,
+    place,
+    shardings_of,
+)
 
 
 class _Ahead(NamedTuple):
@@ -122,10 +129,8 @@ class ExactSchedule(Schedule):
         self._ways: dict[Any, tuple[Any, Any]] = {}  # compiled, by the types of the batch
 
     def _make_programs(self, like_state: Any) -> None:
-        tokens: Any = self.setup.token_sharding()
-        replicated: Any = self.setup.replicated()
-        ahead: Any = _Ahead(tokens, replicated, replicated)
-        deferred, table = self.deferred_sharding(), self.setup.table_sharding()
+        tokens, table = self.setup.token_sharding(), self.setup.table_sharding()
+        deferred, ahead = shardings_of(self.deferred_like()), shardings_of(self._ahead_like())
         self._ways.clear()
         self._look_up = jax.jit(
             self._look_up_program, donate_argnums=0, out_shardings=(table, tokens)
@@ -226,8 +231,7 @@ class ExactSchedule(Schedule):
         self._ahead = None
 
     def _look_up_program(self, table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        table, pin = self.engines[0].lookup_start(ids, table, ids)
-        embeddings, table = self.engines[0].lookup_done(table, pin)
+        embeddings, table = look_up(self.engines[0], ids, table, ids)
         return table, embeddings
 
     def short_way_program(
@@ -297,8 +301,7 @@ class ExactSchedule(Schedule):
         update = begun.gradients.update._replace(pending=pending)
         in_flight = self.start_update(*begun.sparse, Deferred(update, step), pending)
         result = engine.update_done(setup.embedding_optimizer, in_flight, step)
-        table, pin = engine.lookup_start(next_ids, result.table, result.pin)
-        embeddings, table = engine.lookup_done(table, pin)
+        embeddings, table = look_up(engine, next_ids, result.table, result.pin)
         nothing = GradientUpdate(
             jnp.zeros_like(update.grads),
             jnp.full_like(update.segment_ids, -1),
@@ -356,14 +359,7 @@ class ExactSchedule(Schedule):
             embeddings, table = engine.lookup_done(table, pin)
         step = state.step + 1
         gradients, sparse = settle_gradients(
-            setup,
-            engine,
-            dense.loss,
-            params_grad,
-            embeddings_grad,
-            batch,
-            SparseState(table, result.state),
-            step,
+            dense, params_grad, embeddings_grad, SparseState(table, result.state), step
         )
         failed = ahead.failed | has_failed(result.norm, result.valid)
         norm = jnp.hypot(ahead.norm, result.norm)
@@ -401,9 +397,7 @@ class ExactSchedule(Schedule):
         self, row_ids: jax.Array, table: jax.Array, gate: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The table, the rows bf16 [R * (C + 1), W], all of them on each rank, and if it failed."""
-        engine = self.engines[2]
-        table, pin = engine.lookup_start(row_ids, table, gate)
-        rows, table = engine.lookup_done(table, pin)
+        rows, table = look_up(self.engines[2], row_ids, table, gate)
         # The last one is outside the table: zeros, unless the lookup failed.
         canaries = rows.reshape(self.setup.ctx.group_size, -1, rows.shape[1])[:, -1]
         return table, rows, jnp.any(jnp.isnan(canaries))

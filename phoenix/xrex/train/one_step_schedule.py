@@ -30,7 +30,7 @@ from xrex.train.dense_pass import (
 from xrex.train.engines import EmbeddingEngine
 from xrex.train.prepared_batch import DeviceBatch, PreparedBatch
 from xrex.train.schedule import Deferred, Schedule
-from xrex.train.train_state import StepMetrics, TrainSetup, TrainState
+from xrex.train.train_state import StepMetrics, TrainSetup, TrainState, shardings_of
 
 
 class OneStepSchedule(Schedule):
@@ -49,7 +49,7 @@ class OneStepSchedule(Schedule):
         self._advance = jax.jit(
             self.advance_program,
             donate_argnums=(0, 1),
-            out_shardings=(like_state, self.deferred_sharding(), tokens, None),
+            out_shardings=(like_state, shardings_of(self.deferred_like()), tokens, None),
         )
         self._discard = jax.jit(self._discard_program, donate_argnums=0, out_shardings=table)
 
@@ -133,14 +133,7 @@ class OneStepSchedule(Schedule):
         )
         step = state.step + 1
         gradients, sparse = settle_gradients(
-            setup,
-            engine,
-            dense.loss,
-            params_grad,
-            embeddings_grad,
-            batch,
-            SparseState(table, result.state),
-            step,
+            dense, params_grad, embeddings_grad, SparseState(table, result.state), step
         )
         dense_params, dense_opt_state, skipped = finish_dense(setup, state, gradients, failed)
         pending = jnp.where(failed, 0, gradients.update.pending)

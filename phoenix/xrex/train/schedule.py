@@ -96,10 +96,10 @@ class Schedule(abc.ABC):
           Exception: what the loss function, a schedule or an optimizer raises when it is traced.
         """
         is_known = self._stepped is not None and self._stepped() is state.table
-        like = None if is_known else (shardings_of(state), types_of(state))
-        if not is_known and like != self._like_state:
+        like = self._like_state if is_known else (shardings_of(state), types_of(state))
+        if like != self._like_state:
             check_loss(self.setup, state.dense_params, current.arrays)
-            shardings = shardings_of(state)
+            shardings, _ = like
             self._apply = jax.jit(
                 self._apply_program,
                 donate_argnums=(0, 1),
@@ -196,12 +196,6 @@ class Schedule(abc.ABC):
             pending=array_like((), jnp.int32, replicated),
         )
         return Deferred(update, array_like((), jnp.int32, replicated))
-
-    def deferred_sharding(self) -> Any:
-        """How deferred gradients lie on the mesh."""
-        tokens: Any = self.setup.token_sharding()
-        replicated: Any = self.setup.replicated()
-        return Deferred(GradientUpdate(tokens, tokens, replicated, replicated), replicated)
 
     def started(self, result: jax.Array) -> None:
         """Notes a result of a started program, and waits for an old one if too many run."""

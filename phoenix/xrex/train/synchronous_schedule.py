@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from xrex.train.dense_pass import (
     DensePass,
@@ -61,22 +60,13 @@ class SynchronousSchedule(Schedule):
         params_grad, embeddings_grad = dense.backward(after=pin)
         step = state.step + 1
         gradients, sparse = settle_gradients(
-            setup,
-            engine,
-            dense.loss,
-            params_grad,
-            embeddings_grad,
-            batch,
-            SparseState(table, state.embedding_state),
-            step,
+            dense, params_grad, embeddings_grad, SparseState(table, state.embedding_state), step
         )
         update = Deferred(gradients.update, step)
         in_flight = self.start_update(*sparse, update, gradients.update.pending)
         result = engine.update_done(setup.embedding_optimizer, in_flight, step)
         failed = has_failed(result.norm, result.valid)
         dense_params, dense_opt_state, skipped = finish_dense(setup, state, gradients, failed)
-        metrics = StepMetrics(
-            dense.loss, dense.aux, result.norm, gradients.norm, jnp.asarray(skipped)
-        )
+        metrics = StepMetrics(dense.loss, dense.aux, result.norm, gradients.norm, skipped)
         new_state = TrainState(step, dense_params, dense_opt_state, result.table, result.state)
         return new_state, metrics

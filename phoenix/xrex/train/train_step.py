@@ -13,7 +13,7 @@ from typing import Any, Self
 import jax
 
 from xrex.cuda.async_emb.async_emb import RankStats
-from xrex.train.engines import EngineFactory, select_engine
+from xrex.train.engines import EmbeddingEngine, EngineFactory, select_engine
 from xrex.train.evaluation import (
     EvaluationProgram,
     LookupProgram,
@@ -229,18 +229,13 @@ class TrainStep:
         A mean over the local ranks, by "lookup" and "update" of whole batches and, in the mode
         EXACT, "shared" rows; evaluation does not count. Empty on plain JAX.
         """
-        whole, *parts = (
-            [(rank.lookup_wait_secs, rank.update_wait_secs) for rank in engine.counters().values()]
-            for engine in self._schedule.engines
-        )
-        if not whole:
+        if not self.counters():
             return {}
-        result = {
-            "lookup": max(0.0, self._lookup_wait_secs() - self._evaluation_secs),
-            "update": sum(update for _, update in whole) / len(whole),
-        }
+        whole, *parts = map(_mean_wait_secs, self._schedule.engines)
+        lookup, update = whole
+        result = {"lookup": max(0.0, lookup - self._evaluation_secs), "update": update}
         if parts:
-            result["shared"] = sum(sum(map(sum, part)) / max(1, len(part)) for part in parts)
+            result["shared"] = sum(map(sum, parts))
         return result
 
     def shared_counts(self) -> SharedCounts | None:
@@ -302,14 +297,10 @@ class TrainStep:
         self._raise_if_failed(state)
         self._raise_if_failed(state, self._schedule.engines[0].open)
         self._schedule.wait()  # for steps whose own waiting is not that of the evaluation
-        before = self._lookup_wait_secs()
+        before, _ = _mean_wait_secs(self._schedule.engines[0])
         yield
-        self._evaluation_secs += self._lookup_wait_secs() - before
-
-    def _lookup_wait_secs(self) -> float:
-        """Seconds waited for lookups of whole batches, a mean over the local ranks."""
-        ranks = self._schedule.engines[0].counters().values()
-        return sum(rank.lookup_wait_secs for rank in ranks) / max(1, len(ranks))
+        after, _ = _mean_wait_secs(self._schedule.engines[0])
+        self._evaluation_secs += after - before
 
     def _give_up(self, error: BaseException) -> None:
         """Ends what runs after an interrupt, and keeps what the next call is to tell."""
@@ -398,6 +389,15 @@ def _make_schedule(
         )
         return ExactSchedule(setup, make_engine, shared or default)
     return SynchronousSchedule(setup, make_engine(setup.ctx))
+
+
+def _mean_wait_secs(engine: EmbeddingEngine) -> tuple[float, float]:
+    """Seconds waited for lookups and for updates, each a mean over the local ranks."""
+    ranks = engine.counters().values()
+    count = max(1, len(ranks))
+    lookup = sum(rank.lookup_wait_secs for rank in ranks)
+    update = sum(rank.update_wait_secs for rank in ranks)
+    return lookup / count, update / count
 
 
 def _arrays_of(batch: Any) -> Any:
